@@ -1,0 +1,232 @@
+"""From logits to tokens: one transform of logits into log-probabilities, counter noise, the Gumbel pick.
+
+Plain, drafted, verified, recovered and bonus tokens all pass through `process_logits`, and every random
+number is a function of (seed, sample index, stream, position, offset) alone: not of the lane, the batch,
+the window's width or the vocabulary's padding. This is the jnp reference; nothing here sorts.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, Tokens, UInt32
+
+# Streams share no key. TARGET is counted by the position of the token being chosen; the others by the
+# window's first row and the offset in the window, because a coin that one window has looked at would bias
+# the next.
+TARGET, DRAFT, ACCEPT, RECOVER = range(4)
+NUM_STREAMS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """How each lane chooses its tokens.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off; `bias` is added to the raw
+    logits, -inf forbids a token, and at least one token of each row must stay allowed.
+    """
+
+    temperature: Float32[Array, "B"]
+    top_k: PerLane
+    top_p: Float32[Array, "B"]
+    min_p: Float32[Array, "B"]
+    seed: UInt32[Array, "B"]
+    sample_index: UInt32[Array, "B"]  # which of the replies drawn with this seed
+    bias: Float32[Array, "B V"] | None = None
+
+    @classmethod
+    def alike(
+        cls,
+        num_lanes: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        sample_index: int = 0,
+    ) -> Self:
+        """The same settings and the same seed for every lane, without a bias."""
+
+        def lanes(value: float, dtype: type) -> Array:
+            return jnp.full((num_lanes,), value, dtype)
+
+        return cls(
+            temperature=lanes(temperature, jnp.float32),
+            top_k=lanes(top_k, jnp.int32),
+            top_p=lanes(top_p, jnp.float32),
+            min_p=lanes(min_p, jnp.float32),
+            seed=lanes(seed, jnp.uint32),
+            sample_index=lanes(sample_index, jnp.uint32),
+        )
+
+
+def forbid_tokens(logits: Logits, token_ids: Int32[Array, "B S"], rows: Bool[Array, "B T"]) -> Logits:
+    """Sets the logits of some tokens to -inf on some rows, such as stop tokens before `min_tokens`.
+
+    Args:
+      logits: of B lanes and T rows.
+      token_ids: the lane's forbidden tokens, padded with -1.
+      rows: where they are forbidden.
+    """
+    num_lanes, _, vocab_size = logits.shape
+    # A negative index would wrap around; an index past the end is dropped.
+    columns = jnp.where(token_ids < 0, vocab_size, token_ids)
+    lanes = jnp.broadcast_to(jnp.arange(num_lanes)[:, None], columns.shape)
+    forbidden = jnp.zeros((num_lanes, vocab_size), bool).at[lanes, columns].set(True, mode="drop")
+    return jnp.where(rows[:, :, None] & forbidden[:, None, :], -jnp.inf, logits)
+
+
+def process_logits(logits: Logits, sampling: Sampling) -> Logits:
+    """Log-probabilities that the lane's tokens are drawn from; -inf outside the support.
+
+    In this order: bias, temperature, top-k, top-p, min-p, each on what the one before left, and a softmax.
+    Tokens that are exactly equally probable stay or go together, so that nothing depends on the order of
+    the
+    vocabulary:
+
+    - top-k keeps every token at least as probable as the k-th;
+    - top-p keeps the smallest set of most probable tokens, closed under ties, whose share of the mass left
+      by top-k reaches `top_p`; it is never empty;
+    - min-p keeps the tokens with at least `min_p` times the probability of the best.
+
+    A greedy lane gets probability 1 at the first maximum of its biased logits. Rows are independent of each
+    other: a NaN, or nothing but -inf, makes its own row of a sampled lane NaN and touches no other.
+    """
+    if sampling.bias is not None:
+        logits = logits + sampling.bias[:, None, :]
+    greedy = sampling.temperature == 0
+    first_best = jnp.argmax(logits, axis=-1, keepdims=True)
+    one_hot = jnp.where(lax.broadcasted_iota(first_best.dtype, logits.shape, 2) == first_best, 0.0, -jnp.inf)
+    one_hot = one_hot.astype(jnp.float32)
+
+    def mixed() -> Logits:
+        return jnp.where(greedy[:, None, None], one_hot, _filtered(logits, sampling))
+
+    return lax.cond(jnp.all(greedy), lambda: one_hot, mixed)
+
+
+def _filtered(logits: Logits, sampling: Sampling) -> Logits:
+    """`process_logits` after the bias, of the lanes that are not greedy."""
+    temperature = jnp.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None, None]
+    # How far a token lies below the best: 0 for the best, inf for a forbidden one, never negative.
+    gap = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature
+
+    def keep_top_k(gap: Logits) -> Logits:
+        top_k = sampling.top_k[:, None, None]
+        kept = _most_probable(gap, jnp.ones_like(gap), top_k.astype(jnp.float32))
+        return jnp.where((top_k == 0) | kept, gap, jnp.inf)
+
+    def keep_top_p(gap: Logits) -> Logits:
+        top_p = sampling.top_p[:, None, None]
+        mass = jnp.exp(-gap)
+        kept = _most_probable(gap, mass, top_p * jnp.sum(mass, axis=-1, keepdims=True))
+        return jnp.where((top_p >= 1) | kept, gap, jnp.inf)
+
+    gap = lax.cond(jnp.any(sampling.top_k > 0), keep_top_k, lambda gap: gap, gap)
+    gap = lax.cond(jnp.any(sampling.top_p < 1), keep_top_p, lambda gap: gap, gap)
+    gap = jnp.where(gap <= -jnp.log(sampling.min_p)[:, None, None], gap, jnp.inf)
+    return jax.nn.log_softmax(-gap, axis=-1)
+
+
+def _most_probable(gap: Logits, mass: Logits, need: Float32[Array, "B #T 1"]) -> Bool[Array, "B T V"]:
+    """Mask of the tokens with gap <= g, for the smallest g at which they hold at least `need` of `mass`.
+
+    Floats that are not negative are ordered like their bits, so g is found exactly, one bit a pass from the
+    top: 31 reductions over V instead of a sort, which at 248k tokens costs more and whose running sum
+    rounds worse.
+    """
+    order = lax.bitcast_convert_type(gap, jnp.int32)
+
+    def decide_bit(i: Array, bound: Array) -> Array:
+        bit = jnp.int32(1) << (30 - i)
+        reached = jnp.sum(jnp.where(order <= bound + (bit - 1), mass, 0.0), axis=-1, keepdims=True) >= need
+        return jnp.where(reached, bound, bound + bit)
+
+    return order <= lax.fori_loop(0, 31, decide_bit, jnp.zeros_like(order[:, :, :1]))
+
+
+def target_noise(sampling: Sampling, positions: Tokens, vocab_size: int) -> Logits:
+    """Gumbel noise of the target's own picks: plain and bonus tokens, and both sides under `coupled`.
+
+    `positions` are the absolute positions of the tokens being chosen: a prompt of n tokens is followed by
+    number n.
+    """
+    return _gumbel(sampling, TARGET, positions, 0, vocab_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WindowNoise:
+    """All noise of one speculative window, made where it is used: for one token V numbers a lane, not (k+1)
+    V.
+
+    Row r of the window, fed with the token at `position + r`, chooses the token at `position + r + 1`.
+    """
+
+    sampling: Sampling
+    position: PerLane  # of the window's first row, which holds the lane's last token
+
+    def draft(self, law: str, offset: int | Int32[Array, ""], vocab_size: int) -> Float32[Array, "B V"]:
+        """Gumbel noise that draft `offset` (0..k-1) is picked with; the target's under `coupled`."""
+        if law == "coupled":
+            return target_noise(self.sampling, self.position[:, None] + 1 + offset, vocab_size)[:, 0]
+        return _gumbel(self.sampling, DRAFT, self.position[:, None], offset, vocab_size)[:, 0]
+
+    def coins(self, num_draft_tokens: int) -> Float32[Array, "B k"]:
+        """Uniform numbers inside (0, 1), one for each draft."""
+        shape = (self.position.shape[0], num_draft_tokens)
+        position = jnp.broadcast_to(self.position[:, None], shape)
+        offset = lax.broadcasted_iota(jnp.int32, shape, 1)
+        return _uniform(self.sampling, ACCEPT, position, offset, 1)[:, :, 0]
+
+    def target(self, num_rows: int, vocab_size: int) -> Float32[Array, "B R V"]:
+        """Gumbel noise of the target's picks at all rows."""
+        positions = self.position[:, None] + 1 + jnp.arange(num_rows, dtype=jnp.int32)[None, :]
+        return target_noise(self.sampling, positions, vocab_size)
+
+    def next_token(self, row: PerLane, recovered: LaneMask, vocab_size: int) -> Float32[Array, "B V"]:
+        """Gumbel noise of the token chosen at `row`: stream RECOVER where `recovered`, else TARGET."""
+        stream = jnp.where(recovered, RECOVER, TARGET)
+        position = jnp.where(recovered, self.position, self.position + 1 + row)
+        offset = jnp.where(recovered, row, 0)
+        return _gumbel(self.sampling, stream[:, None], position[:, None], offset[:, None], vocab_size)[:, 0]
+
+
+def sample(log_probs: Float32[Array, "*A V"], gumbel: Float32[Array, "*A V"]) -> Int32[Array, "*A"]:
+    """Tokens drawn from log-probabilities with finite Gumbel noise; never one of -inf."""
+    return jnp.argmax(log_probs + gumbel, axis=-1).astype(jnp.int32)
+
+
+def _gumbel(sampling: Sampling, stream: int | Array, position: Tokens, offset: int | Array, size: int) -> Logits:
+    """Standard Gumbel noise, all finite; zeros, and no work, when every lane is greedy."""
+
+    def draw() -> Logits:
+        # E = -log(1 - u) is exponential. Large noise means small E, and small u has all 32 bits of it.
+        return -jnp.log(-jnp.log1p(-_uniform(sampling, stream, position, offset, size)))
+
+    zeros = jnp.zeros((*position.shape, size), jnp.float32)
+    return lax.cond(jnp.all(sampling.temperature == 0), lambda: zeros, draw)
+
+
+def _uniform(sampling: Sampling, stream: int | Array, position: Tokens, offset: int | Array, size: int) -> Logits:
+    """Uniform numbers between 2^-33 and 1 - 2^-24: neither end is ever reached.
+
+    (seed, sample index) is the lane's threefry key, into which position and (offset, stream) are folded;
+    `stream` and `offset` are scalars or shaped like `position`. Number v of a row does not depend on `size`
+    (JAX's partitionable threefry, its default).
+    """
+
+    def row(seed: Array, sample_index: Array, position: Array, branch: Array) -> Array:
+        key = jax.random.wrap_key_data(jnp.stack([seed, sample_index]), impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, position), branch)
+        return jax.random.bits(key, (size,), jnp.uint32)
+
+    branch = jnp.broadcast_to(jnp.asarray(offset * NUM_STREAMS + stream, jnp.int32), position.shape)
+    lane = jax.vmap(row, in_axes=(None, None, 0, 0))
+    bits = jax.vmap(lane)(sampling.seed, sampling.sample_index, position, branch)
+    return jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)

@@ -1,0 +1,97 @@
+"""The small pieces: linear maps stored `[out, in]`, the zero-centred RMS norm, the gated MLP, partial rotary positions.
+
+They take and return arrays of the model's dtype; norms and rotary angles are float32 inside.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mtp.config import ModelConfig
+from mtp.shapes import Array, Float, Float32, Hidden, Int32
+
+
+def linear(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
+    """`x @ weight.T` in the dtype of x, accumulated in float32; float32 inputs multiply in full float32."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, contract, precision=exact, preferred_element_type=x.dtype)
+
+
+class Linear(nnx.Module):
+    """A weight `[out, in]` without bias: the layout of the checkpoint, and the fast one for few rows."""
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        axes: tuple[str | None, str | None] = (None, None),
+    ) -> None:
+        scale = in_features**-0.5
+        weight = scale * jax.random.normal(rngs.params(), (out_features, in_features), jnp.float32)
+        self.weight = nnx.Param(weight.astype(dtype), axes=axes)
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        return linear(x, self.weight[...])
+
+
+class Embedding(nnx.Module):
+    """A row a token."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        shape = (config.vocab_size, config.hidden_size)
+        weight = 0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)
+        self.weight = nnx.Param(weight.astype(dtype), axes=("vocab", None))
+
+    def __call__(self, tokens: Int32[Array, "..."]) -> Float[Array, "... D"]:
+        return self.weight[...][tokens]
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * (1 + weight): the weight is stored zero-centred (HF `Qwen3_5RMSNorm`)."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((size,), dtype), axes=(None,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (x32 * broadcast_last(1.0 + self.weight[...].astype(jnp.float32), x32.ndim)).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(inner, width, rngs, dtype, ("mlp", None))
+        self.up_proj = Linear(inner, width, rngs, dtype, ("mlp", None))
+        self.down_proj = Linear(width, inner, rngs, dtype, (None, "mlp"))
+
+    def __call__(self, x: Hidden) -> Hidden:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def broadcast_last(vector: Float[Array, "I"], ndim: int) -> Float[Array, "..."]:
+    """The vector with leading axes of size one, so that it meets an array of `ndim` axes along its last."""
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+def rotary_angles(positions: Int32[Array, "B T"], config: ModelConfig) -> Float32[Array, "B T A"]:
+    """Angles of the A = rotary_dim / 2 frequencies, float32. For text the three position axes of mrope are equal."""
+    half = config.rotary_dim // 2
+    inverse = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return positions.astype(jnp.float32)[..., None] * inverse[None, None, :]
+
+
+def rotate(x: Float[Array, "B T N H"], angles: Float32[Array, "B T A"]) -> Float[Array, "B T N H"]:
+    """Rotates the first 2A dims of each head, pairing dim j with dim j + A; the rest passes through."""
+    half = angles.shape[-1]
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    first, second = (x[..., i * half : (i + 1) * half].astype(jnp.float32) for i in (0, 1))
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], axis=-1)

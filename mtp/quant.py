@@ -1,0 +1,40 @@
+"""Block-scaled fp8 weights, as the published FP8 checkpoints store them: e4m3 codes and one scale a block.
+
+A weight [O, I] comes with scales [ceil(O / block), ceil(I / block)]; the last blocks may be ragged.
+The scales are called `weight_scale_inv`, yet the weight is codes *times* scales.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mtp.shapes import Array, Float
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of the scales that belong to a weight of this shape, one for each (ragged) `block`."""
+    return tuple(-(-size // edge) for size, edge in zip(shape, block, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("block", "dtype"))
+def dequantise(
+    codes: Float[Array, "O I"], scales: Float[Array, "o i"], *, block: tuple[int, int], dtype: DTypeLike
+) -> Float[Array, "O I"]:
+    """The weight [O, I]: `codes[i, j] * scales[i // block[0], j // block[1]]`, rounded once to `dtype`.
+
+    Args:
+      codes: float8_e4m3fn.
+      scales: any float type, of shape `scale_shape(codes.shape, block)`.
+
+    Raises:
+      ValueError: if the two shapes do not belong together.
+    """
+    expected = scale_shape(codes.shape, block)
+    if scales.shape != expected:
+        raise ValueError(f"scales of {codes.shape} in blocks of {block} must be {expected}, got {scales.shape}")
+    wide = scales.astype(jnp.float32)
+    for axis, (size, edge) in enumerate(zip(codes.shape, block, strict=True)):
+        wide = jax.lax.slice_in_dim(jnp.repeat(wide, edge, axis=axis), 0, size, axis=axis)
+    return (codes.astype(jnp.float32) * wide).astype(dtype)

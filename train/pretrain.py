@@ -1,0 +1,383 @@
+"""Trains a trunk and its MTP head together, from scratch, on a tokenised corpus.
+
+    python -m train.pretrain configs/train/demo.toml --export runs/demo/export
+    python -m train.pretrain configs/train/demo.toml max_minutes=7 optimizer.learning_rate=1e-3 --out runs/slow
+    python -m train.pretrain configs/train/demo.toml --resume
+
+The run's directory gets metrics.jsonl, the resolved config.json and checkpoints; `--export` writes the served
+checkpoint in bf16. The last line on stdout is one JSON object with the held-out figures.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from mtp import weights
+from mtp.config import ModelConfig, load_toml
+from train.checkpoint import Checkpoints
+from train.data import Batch, Corpus, HeldOut, read_meta
+from train.evaluate import Tally
+from train.step import (
+    ComputeSettings,
+    LossSettings,
+    OptimizerSettings,
+    Params,
+    StepSettings,
+    TrainState,
+    eval_step,
+    init_state,
+    train_step,
+)
+
+# The speed is that of the steps in between: the first ones compile and warm up.
+MEASURE_FROM, MEASURE_TO = 10, 30
+# Steps that may be under way while the host goes on.
+IN_FLIGHT = 2
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+# Small enough for hosts that refuse large files.
+SHARD_BYTES = 15_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSettings:
+    """Shape of a batch, also of the held-out ones."""
+
+    rows: int
+    length: int  # tokens of a window
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """A run; `configs/train/demo.toml` is the one to start from."""
+
+    name: str
+    model: str  # a preset of configs/model, or "tiny"
+    corpus: Path  # made by `train.generate_data corpus`
+    tokenizer: Path  # its files go into the export
+    seed: int
+    steps: int
+    max_minutes: float  # for the steps alone; the schedule is cut to fit
+    log_every: int
+    eval_every: int  # steps; there is always one at the end
+    eval_batches: int  # held-out batches to use, spread evenly; 0 for all
+    save_minutes: float  # there is always one at the end
+    batch: BatchSettings
+    optimizer: OptimizerSettings
+    loss: LossSettings
+    compute: ComputeSettings
+
+    @property
+    def step_settings(self) -> StepSettings:
+        """What the jitted step is specialised on."""
+        return StepSettings(self.optimizer, self.loss, self.compute)
+
+    def to_json(self) -> dict[str, Any]:
+        """The resolved config as plain values."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+    def check(self, model: ModelConfig, vocab_size: int) -> None:
+        """Raises ValueError where two settings, or a setting and the corpus, contradict each other."""
+        tokens = self.batch.rows * self.batch.length
+        chunk, longest = self.loss.chunk_rows, model.max_position_embeddings
+        for wrong, message in (
+            (model.vocab_size != vocab_size, f"{self.model} has {model.vocab_size=}, the corpus {vocab_size=}"),
+            (self.batch.length > longest, f"batch.length={self.batch.length} exceeds the model's {longest}"),
+            (tokens % chunk, f"loss.chunk_rows={chunk} must divide batch.rows * batch.length = {tokens}"),
+            (self.compute.dtype not in ("bfloat16", "float32"), f"compute.dtype={self.compute.dtype!r}"),
+            (self.compute.precision not in ("default", "highest"), f"{self.compute.precision=}"),
+            (model.num_mtp_layers != 1, f"{self.model} has {model.num_mtp_layers=}, one is needed"),
+            (self.steps < 1, f"steps={self.steps} must be at least 1"),
+        ):
+            if wrong:
+                raise ValueError(message)
+
+
+def model_config(name: str, vocab_size: int) -> ModelConfig:
+    """The preset of this name; "tiny" takes the given vocabulary, whose last id ends its texts."""
+    if name == "tiny":
+        return ModelConfig.tiny(vocab_size=vocab_size, eos_token_ids=(vocab_size - 1,))
+    return ModelConfig.preset(name)
+
+
+def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
+    """Of the step that follows `step` done ones: linear warmup, then a cosine that ends with step `total`."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    after = (step + 1 - settings.warmup_steps) / max(total - settings.warmup_steps, 1)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(after, 1.0)))
+    return settings.learning_rate * (settings.final_fraction + (1.0 - settings.final_fraction) * cosine)
+
+
+class Run:
+    """A run under way: its directory, its data and its state."""
+
+    def __init__(self, config: PretrainConfig, out: Path, resume: bool) -> None:
+        vocab_size = read_meta(config.corpus)["vocab_size"]
+        self.model_config = model_config(config.model, vocab_size)
+        config.check(self.model_config, vocab_size)
+        if not resume and out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out} is not empty; add --resume to go on with that run, or give another --out")
+        self.config, self.out = config, out
+        self.corpus = Corpus.open(config.corpus / "train.bin")
+        self.held_out = HeldOut.open(config.corpus)
+        self.state = init_state(self.model_config, config.step_settings, config.seed)
+        self.total_steps = config.steps
+        # whether max_minutes has been turned into steps
+        self.settled = False
+        out.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(out / "checkpoints")
+        if resume:
+            self._resume()
+        (out / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    def _resume(self) -> None:
+        self.state, run = self.checkpoints.restore(self.state)
+        ours = self.config.to_json()
+        changed = [key for key in ours if ours[key] != run["config"].get(key)]
+        if changed:
+            raise ValueError(f"cannot resume {self.out}: {', '.join(changed)} differ from the saved run's")
+        self.total_steps, self.settled = run["total_steps"], run["settled"]
+        # what came after the checkpoint is about to be done again
+        path = self.out / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= int(self.state.step)]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def save(self) -> None:
+        """A checkpoint of this moment."""
+        settled = {"total_steps": self.total_steps, "settled": self.settled}
+        self.checkpoints.save(self.state, {"config": self.config.to_json()} | settled)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _batches(self, first: int) -> Iterator[Batch]:
+        """Batches from step `first` on, each on its way to the device before it is asked for."""
+        settings = self.config.batch
+        step, ahead = first, deque[Batch]()
+        while True:
+            while len(ahead) < 2:
+                ahead.append(self.corpus.batch(self.config.seed, step, settings.rows, settings.length))
+                step += 1
+            yield ahead.popleft()
+
+    def train(self) -> float:
+        """Runs the steps that are left; returns tokens a second, evaluations and saves not counted."""
+        config = self.config
+        first = int(self.state.step)
+        tokens = config.batch.rows * config.batch.length
+        under_way: deque[tuple[int, dict[str, jax.Array]]] = deque()
+        window: list[dict[str, np.ndarray]] = []
+        clock = _Clock()
+        saved = time.monotonic()
+        bar = tqdm(total=self.total_steps, initial=first, unit="step", desc=config.name, dynamic_ncols=True)
+
+        def fetch() -> None:
+            step, figures = under_way.popleft()
+            window.append(jax.device_get(figures))
+            bar.update()
+            if not np.isfinite(window[-1]["loss"]):
+                raise RuntimeError(f"the loss is {window[-1]['loss']} at step {step}; lower the learning rate")
+            if step % config.log_every == 0 or step == self.total_steps:
+                mean = {key: np.mean([w[key] for w in window], axis=0).tolist() for key in window[0]}
+                speed = len(window) * tokens / clock.lap()
+                window.clear()
+                self.log(
+                    {"step": step, "seconds": clock.seconds, "tokens_per_second": speed}
+                    | {"learning_rate": learning_rate(config.optimizer, step - 1, self.total_steps)}
+                    | mean
+                )
+                accepted = "/".join(f"{100 * x:.0f}" for x in mean["overlap"])
+                bar.set_postfix_str(f"loss {mean['trunk_nll']:.3f}, {speed / 1000:.0f} k tokens/s, accept {accepted} %")
+
+        batches = self._batches(first)
+        measured_from, step = 0.0, first
+        while step < self.total_steps:
+            rate = jnp.float32(learning_rate(config.optimizer, step, self.total_steps))
+            self.state, figures = train_step(self.state, next(batches), rate, config.step_settings)
+            step += 1
+            under_way.append((step, figures))
+            evaluates = step % config.eval_every == 0 and step < self.total_steps
+            saves = time.monotonic() - saved >= 60.0 * config.save_minutes
+            measures = not self.settled and step - first in (MEASURE_FROM, MEASURE_TO)
+            wait = evaluates or saves or measures or step == self.total_steps
+            while len(under_way) > (0 if wait else IN_FLIGHT):
+                fetch()
+            if measures and step - first == MEASURE_FROM:
+                measured_from = clock.seconds
+            elif measures:
+                seconds_a_step = (clock.seconds - measured_from) / (MEASURE_TO - MEASURE_FROM)
+                fitting = int((60.0 * config.max_minutes - clock.seconds) / seconds_a_step)
+                self.total_steps = min(config.steps, step + max(fitting, 1))
+                self.settled, bar.total = True, self.total_steps
+            with clock.paused():
+                if evaluates:
+                    self.log({"step": step, "held_out": self.evaluate()})
+                if saves:
+                    self.save()
+                    saved = time.monotonic()
+        bar.close()
+        return (self.total_steps - first) * tokens / clock.seconds
+
+    def evaluate(self) -> dict[str, Any]:
+        """Figures of every held-out document, by domain (see `train.evaluate.Tally.report`)."""
+        config = self.config
+        tally = Tally(self.held_out, config.loss.num_depths)
+        batches = list(self.held_out.batches(config.batch.rows, config.batch.length))
+        if 0 < config.eval_batches < len(batches):
+            batches = [batches[i * len(batches) // config.eval_batches] for i in range(config.eval_batches)]
+        for batch in tqdm(batches, desc="held-out text", unit="batch", leave=False):
+            tally.add(batch, *eval_step(self.state.params, batch, config.loss, config.compute))
+        return dict(tally.report())
+
+
+class _Clock:
+    """Seconds since the start, pauses left out."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._lap = self._start
+        self._entered = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.monotonic()
+        since, self._lap = now - self._lap, now
+        return since
+
+    def paused(self) -> "_Clock":
+        return self
+
+    def __enter__(self) -> None:
+        self._entered = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        pause = time.monotonic() - self._entered
+        self._start += pause
+        self._lap += pause
+
+
+def export(params: Params, config: ModelConfig, tokenizer: Path, directory: Path) -> None:
+    """Writes the served checkpoint: bf16, the published names, and the tokenizer's files."""
+    served = params.cast(jnp.dtype("bfloat16"))
+    loaded = weights.Loaded(config, served.model, served.head)
+    weights.export(loaded, directory, shard_bytes=SHARD_BYTES)
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, directory / name)
+
+
+def show(report: dict[str, Any]) -> None:
+    """The held-out figures as a table."""
+    table = Table(title="held-out text: accepted drafts by depth, % of anchors (% given the ones before)")
+    for column in ("domain", "bits a byte", "T", "depth 1, 2, ...", "length"):
+        table.add_column(column, justify="left" if column == "domain" else "right")
+    for name, row in report.items():
+        for temperature in (0, 1):
+            law = row["acceptance"][f"temperature_{temperature}"]
+            pairs = zip(law["unconditional"], law["conditional"], strict=True)
+            table.add_row(
+                *((name, f"{row['bits_per_byte']:.3f}") if temperature == 0 else ("", "")),
+                str(temperature),
+                "  ".join(f"{100 * a:.1f} ({100 * (c or 0.0):.1f})" for a, c in pairs),
+                f"{law['length']:.2f}",
+            )
+    Console().print(table)
+
+
+def provenance() -> dict[str, Any]:
+    """Where a number comes from: device, versions and commit."""
+    git = shutil.which("git")
+    done = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True) if git else None
+    return {
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "flax": flax.__version__, "python": sys.version.split()[0]},
+        "commit": done.stdout.strip() if done and done.returncode == 0 else None,
+    }
+
+
+def run(args: argparse.Namespace, config: PretrainConfig) -> None:
+    """Trains, evaluates, saves and exports."""
+    out = args.out or Path("runs") / config.name
+    if args.export and args.export.exists() and any(args.export.iterdir()):
+        raise ValueError(f"--export {args.export} exists and is not empty; give a new directory")
+    if args.export and not (config.tokenizer / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{config.tokenizer / 'tokenizer.json'} does not exist: --export needs it")
+    began = time.monotonic()
+    training = Run(config, out, args.resume)
+    try:
+        speed = training.train()
+        training.save()
+    finally:
+        training.checkpoints.close()
+    report = training.evaluate()
+    state: TrainState = training.state
+    training.log({"step": int(state.step), "held_out": report})
+    if args.export:
+        export(state.params, training.model_config, config.tokenizer, args.export)
+    show(report)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    summary = {
+        "name": config.name,
+        "out": str(out),
+        "export": str(args.export) if args.export else None,
+        "parameters": parameters,
+        "steps": int(state.step),
+        "tokens": int(state.step) * config.batch.rows * config.batch.length,
+        "tokens_per_second": speed,
+        "seconds": time.monotonic() - began,
+        "held_out": report,
+    }
+    print(json.dumps(summary | provenance()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; a wrong file or setting is one line on stderr and exit status 2."""
+    parser = argparse.ArgumentParser(prog="python -m train.pretrain", description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path, help="a TOML of PretrainConfig")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings to replace")
+    parser.add_argument("--out", type=Path, help="the run's directory (default: runs/NAME)")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write the trained checkpoint here")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    args = parser.parse_args(argv)
+    try:
+        config = load_toml(PretrainConfig, args.config, args.overrides)
+        if args.print_config:
+            print(json.dumps(config.to_json(), indent=2))
+        else:
+            run(args, config)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
