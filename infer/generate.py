@@ -26,8 +26,10 @@ Ctrl-C.
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
     from infer.batch import BatchGenerator, check_request
-    from infer.compare import Runner
+    from infer.compare import run_tasks
     from mtp import weights
     from mtp.config import ModelConfig
 
@@ -276,11 +278,13 @@ def run(args: argparse.Namespace) -> int:
     if not has_head and not args.json:
         print(f"{args.model} has no MTP head: plain decoding", file=sys.stderr)
     about = {"model": args.model, "dtype": dtype} | provenance()
-    if args.prompts is not None:
-        runner = Runner(BatchGenerator(loaded, tokenizer, args.lanes), dtype, args.compare)
-        return _run_many(args, runner, tasks, about)
-    runner = Runner(BatchGenerator(loaded, tokenizer), dtype, args.compare)
-    return _run_one(args, runner, tasks[0], about)
+    generator = BatchGenerator(loaded, tokenizer, num_lanes=1 if args.prompts is None else args.lanes)
+    run_all = functools.partial(run_tasks, generator, tasks, compare=args.compare)
+    result, broken = _run_one(args, run_all, tasks[0]) if args.prompts is None else _run_many(args, run_all, tasks)
+    if not args.json:
+        show_table(result, dtype)
+    print(to_json(result | about), flush=True)
+    return int(broken)
 
 
 def _load(directory: Path, dtype: Any) -> Any:
@@ -297,27 +301,23 @@ def _load(directory: Path, dtype: Any) -> Any:
         )
 
 
-def _run_one(args: argparse.Namespace, runner: Any, task: Task, about: dict[str, Any]) -> int:
+def _run_one(args: argparse.Namespace, run_all: Callable[..., Any], task: Task) -> tuple[dict[str, Any], bool]:
     def show(_: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
     try:
-        outcome = runner([task], 1, show=None if args.json else show)
+        outcome = run_all(show=None if args.json else show)
     finally:
         if not args.json:
             print(flush=True)
-    result = outcome.records[0]
-    plain = result.get("plain", {}) | outcome.total.get("plain", {})
-    result |= outcome.total | ({"plain": plain | {"seed": task.params.seed}} if plain else {})
-    sampled = {name: getattr(task.params, name) for name in ("temperature", "top_k", "top_p", "min_p", "verify")}
-    result |= sampled | {"num_draft_tokens": task.params.num_draft_tokens} | about
-    if not args.json:
-        show_table(result, about["dtype"])
-    print(to_json(result), flush=True)
-    return int(outcome.broken)
+    result = outcome.records[0] | outcome.total
+    if args.compare:
+        result["plain"] = outcome.records[0]["plain"] | outcome.total["plain"]
+    names = ("temperature", "top_k", "top_p", "min_p", "verify", "num_draft_tokens")
+    return result | {name: getattr(task.params, name) for name in names}, outcome.broken
 
 
-def _run_many(args: argparse.Namespace, runner: Any, tasks: list[Task], about: dict[str, Any]) -> int:
+def _run_many(args: argparse.Namespace, run_all: Callable[..., Any], tasks: list[Task]) -> tuple[dict[str, Any], bool]:
     import rich.console
     import rich.progress
 
@@ -333,14 +333,10 @@ def _run_many(args: argparse.Namespace, runner: Any, tasks: list[Task], about: d
             out.flush()
             bar.advance(progress, len(records))
 
-        outcome = runner(tasks, args.lanes, done=done)
+        outcome = run_all(done=done)
     seeds = sorted({task.params.seed for task in tasks})
-    summary = {"num_prompts": len(tasks), "out": str(args.out), "seed": seeds[0] if len(seeds) == 1 else seeds}
-    result = summary | outcome.total | about
-    if not args.json:
-        show_table(result, about["dtype"])
-    print(to_json(result), flush=True)
-    return int(outcome.broken)
+    about = {"num_prompts": len(tasks), "out": str(args.out), "seed": seeds[0] if len(seeds) == 1 else seeds}
+    return about | outcome.total, outcome.broken
 
 
 def main(argv: list[str] | None = None) -> int:

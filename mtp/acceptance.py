@@ -112,7 +112,7 @@ def make_plan(
         log_w.append(jnp.minimum(log_w[-1] + log_ratio[:, i], 0.0))
     log_w = jnp.stack(log_w, axis=1)  # [B, k+1]
     w = jnp.exp(log_w)
-    # S_1..S_{k-1}: row 0 always stands, and the last draft of a lane is decided by its w.
+    # S_1..S_{k-1}; there is no coin 0, and a lane's last draft is decided by its w.
     surplus = jnp.sum(_residual(target_log_probs[:, 1:-1], draft_log_probs[:, 1:], w[:, 1:-1]), axis=-1)
     denominator = surplus - jnp.expm1(log_w[:, 1:-1])
     # 0/0 means that the prefix stands (w = 1) and that the next draft cannot fail (p = q).
@@ -122,9 +122,7 @@ def make_plan(
 
 
 def count_accepted(law: str, plan: Plan, coins: Float32[Array, "B k"]) -> PerLane:
-    """How many drafts stand: those before the first coin that fails (`rejection`), or up to the last that
-    holds (`block`).
-    """
+    """Drafts before the first coin that fails (`rejection`), or up to the last that holds (`block`)."""
     holds = coins <= plan.pass_probability
     if law == "block":
         ordinals = jnp.arange(1, coins.shape[1] + 1, dtype=jnp.int32)[None, :]
@@ -163,9 +161,8 @@ def accept(
     """Decides one window of every lane.
 
     Args:
-      law: one of `LAWS`. Under "coupled" the drafts must have been picked with the target's noise to be
-      accepted often,
-        and `draft_log_probs` is not read.
+      law: one of `LAWS`. "coupled" does not read `draft_log_probs`; its drafts should have been picked with
+        the target's noise, or few will stand.
       target_log_probs, draft_log_probs, drafts, num_drafts: as in `make_plan`; k may be 0.
       noise: of this window, such as `mtp.kernels.sampling.WindowNoise`.
 

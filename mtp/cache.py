@@ -45,7 +45,7 @@ class DeltaState:
     # committed: up to `lengths - num_pending`
     state: Float32[Array, "B U Z Y"] = _axes("lanes", "heads", None, None)
     # the W - 1 rows before that point, as they enter the convolution
-    conv: Float[Array, "B W-1 C"] = _axes("lanes", None, None)
+    conv: Float[Array, "B history C"] = _axes("lanes", None, None)
     # inputs of the last window; the first `num_pending` rows hold
     pending_qkv: Float[Array, "B R C"] = _axes("lanes", None, None)
     pending_log_decay: Float32[Array, "B R U"] = _axes("lanes", None, "heads")

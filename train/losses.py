@@ -23,14 +23,14 @@ class RowScores:
     without a gradient; q is the draft's."""
 
     # -log of the next token's probability
-    trunk_nll: Float32[Array, "B T"]
-    draft_nll: Float32[Array, "B T k"]
+    trunk_nll: Float32[Array, "*rows"]
+    draft_nll: Float32[Array, "*rows k"]
     # sum p (log p - log q)
-    kl: Float32[Array, "B T k"]
+    kl: Float32[Array, "*rows k"]
     # sum min(p, q): probability that rejection sampling accepts the draft; no gradient
-    overlap: Float32[Array, "B T k"]
+    overlap: Float32[Array, "*rows k"]
     # argmax p = argmax q
-    agree: Bool[Array, "B T k"]
+    agree: Bool[Array, "*rows k"]
 
 
 Unembed = Callable[[Float[Array, "... D"]], Float32[Array, "... V"]]

@@ -40,7 +40,6 @@ from train.step import (
     OptimizerSettings,
     Params,
     StepSettings,
-    TrainState,
     eval_step,
     init_state,
     train_step,
@@ -137,7 +136,9 @@ class Run:
         self.config, self.out = config, out
         self.corpus = Corpus.open(config.corpus / "train.bin")
         self.held_out = HeldOut.open(config.corpus)
-        self.state = init_state(self.model_config, config.step_settings, config.seed)
+        # placed, as a restored one is, so that both run the same compiled step
+        state = init_state(self.model_config, config.step_settings, config.seed)
+        self.state = jax.device_put(state, jax.devices()[0])
         self.total_steps = config.steps
         # whether max_minutes has been turned into steps
         self.settled = False
@@ -196,7 +197,7 @@ class Run:
             window.append(jax.device_get(figures))
             bar.update()
             if not np.isfinite(window[-1]["loss"]):
-                raise RuntimeError(f"the loss is {window[-1]['loss']} at step {step}; lower the learning rate")
+                raise FloatingPointError(f"the loss is {window[-1]['loss']} at step {step}; lower the learning rate")
             if step % config.log_every == 0 or step == self.total_steps:
                 mean = {key: np.mean([w[key] for w in window], axis=0).tolist() for key in window[0]}
                 speed = len(window) * tokens / clock.lap()
@@ -319,39 +320,44 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def run(args: argparse.Namespace, config: PretrainConfig) -> None:
-    """Trains, evaluates, saves and exports."""
-    out = args.out or Path("runs") / config.name
+def start(args: argparse.Namespace, config: PretrainConfig) -> Run:
+    """The run that the arguments ask for; whatever is wrong with them shows here, before any time is spent.
+
+    Raises:
+      ValueError, OSError: naming what is wrong.
+    """
     if args.export and args.export.exists() and any(args.export.iterdir()):
         raise ValueError(f"--export {args.export} exists and is not empty; give a new directory")
     if args.export and not (config.tokenizer / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{config.tokenizer / 'tokenizer.json'} does not exist: --export needs it")
+    return Run(config, args.out or Path("runs") / config.name, args.resume)
+
+
+def finish(training: Run, directory: Path | None) -> dict[str, Any]:
+    """Trains to the end, saves, evaluates and exports; returns the run's summary."""
     began = time.monotonic()
-    training = Run(config, out, args.resume)
+    config = training.config
     try:
         speed = training.train()
         training.save()
     finally:
         training.checkpoints.close()
     report = training.evaluate()
-    state: TrainState = training.state
+    state = training.state
     training.log({"step": int(state.step), "held_out": report})
-    if args.export:
-        export(state.params, training.model_config, config.tokenizer, args.export)
-    show(report)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    summary = {
+    if directory is not None:
+        export(state.params, training.model_config, config.tokenizer, directory)
+    return {
         "name": config.name,
-        "out": str(out),
-        "export": str(args.export) if args.export else None,
-        "parameters": parameters,
+        "out": str(training.out),
+        "export": None if directory is None else str(directory),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "steps": int(state.step),
         "tokens": int(state.step) * config.batch.rows * config.batch.length,
         "tokens_per_second": speed,
         "seconds": time.monotonic() - began,
         "held_out": report,
     }
-    print(json.dumps(summary | provenance()))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -363,19 +369,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--export", type=Path, metavar="DIR", help="write the trained checkpoint here")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     try:
         config = load_toml(PretrainConfig, args.config, args.overrides)
         if args.print_config:
             print(json.dumps(config.to_json(), indent=2))
-        else:
-            run(args, config)
-    except (OSError, ValueError, RuntimeError) as error:
+            return 0
+        training = start(args, config)
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        summary = finish(training, args.export)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
+    show(summary["held_out"])
+    print(json.dumps(summary | provenance()))
     return 0
 
 

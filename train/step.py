@@ -44,7 +44,7 @@ class Params:
 
 @cache
 def _served(config: ModelConfig, dtype: DTypeLike) -> Params:
-    return nnx.eval_shape(lambda: Params.init(config, 0, dtype))
+    return jax.eval_shape(lambda: Params.init(config, 0, dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -169,9 +169,11 @@ def train_step(
     """The state after one step, and the step's figures (scalars, and one value a depth)."""
     gradient = jax.value_and_grad(objective, has_aux=True)
     (loss, figures), grads = gradient(state.params, batch, settings.loss, settings.compute)
-    updates, moments = settings.optimizer.transform().update(grads, state.moments, state.params)
+    # optax raises a Python float to the power of an integer array, which strict promotion refuses
+    with jax.numpy_dtype_promotion("standard"):
+        updates, moments = settings.optimizer.transform().update(grads, state.moments, state.params)
     params = jax.tree.map(lambda x, u: x + learning_rate * u, state.params, updates)
-    figures |= {"loss": loss, "gradient_norm": optax.global_norm(grads)}
+    figures |= {"loss": loss, "gradient_norm": jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))}
     return TrainState(params, moments, state.step + 1), figures
 
 

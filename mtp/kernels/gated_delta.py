@@ -40,9 +40,9 @@ class DeltaRows:
 
 
 def conv_silu(
-    rows: Float[Array, "B T+W-1 C"],
+    rows: Float[Array, "B rows C"],
     weight: Float[Array, "C W"],
-    documents: Int32[Array, "B T+W-1"] | None = None,
+    documents: Int32[Array, "B rows"] | None = None,
 ) -> Float[Array, "B T C"]:
     """Depthwise causal convolution over time, then SiLU; summed in float32 and rounded once.
 
@@ -110,11 +110,11 @@ def delta_rule_serial(
 
 def fold_pending(
     state: Float32[Array, "B U Z Y"],
-    conv: Float[Array, "B W-1 C"],
+    conv: Float[Array, "B history C"],
     pending: DeltaRows,
     num_pending: PerLane,
     weight: Float[Array, "C W"],
-) -> tuple[Float32[Array, "B U Z Y"], Float[Array, "B W-1 C"]]:
+) -> tuple[Float32[Array, "B U Z Y"], Float[Array, "B history C"]]:
     """The committed state and convolution history after the first `num_pending` pending rows of each lane."""
     _, heads, value_dim, key_dim = state.shape
     limit = pending.qkv.shape[1]
@@ -129,12 +129,12 @@ def fold_pending(
 
 def gated_delta_window(
     state: Float32[Array, "B U Z Y"],
-    conv: Float[Array, "B W-1 C"],
+    conv: Float[Array, "B history C"],
     pending: DeltaRows,
     num_pending: PerLane,
     window: DeltaRows,
     weight: Float[Array, "C W"],
-) -> tuple[Float32[Array, "B U Z Y"], Float[Array, "B W-1 C"], Float32[Array, "B T U Z"]]:
+) -> tuple[Float32[Array, "B U Z Y"], Float[Array, "B history C"], Float32[Array, "B T U Z"]]:
     """Folds the pending rows, then reads the window from the folded state.
 
     Returns the committed state and convolution history after the fold, and the window's outputs. Rows of the window

@@ -15,8 +15,8 @@ from jax import lax
 from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, Tokens, UInt32
 
 # Streams share no key. TARGET is counted by the position of the token being chosen; the others by the
-# window's first row and the offset in the window, because a coin that one window has looked at would bias
-# the next.
+# window's first row and the offset in the window, because under `block` a coin that one window has looked at
+# would bias the next.
 TARGET, DRAFT, ACCEPT, RECOVER = range(4)
 NUM_STREAMS = 4
 
@@ -85,9 +85,8 @@ def process_logits(logits: Logits, sampling: Sampling) -> Logits:
     """Log-probabilities that the lane's tokens are drawn from; -inf outside the support.
 
     In this order: bias, temperature, top-k, top-p, min-p, each on what the one before left, and a softmax.
-    Tokens that are exactly equally probable stay or go together, so that nothing depends on the order of
-    the
-    vocabulary:
+    Tokens that are exactly equally probable stay or go together, so that nothing depends on their order in
+    the vocabulary:
 
     - top-k keeps every token at least as probable as the k-th;
     - top-p keeps the smallest set of most probable tokens, closed under ties, whose share of the mass left
@@ -162,8 +161,7 @@ def target_noise(sampling: Sampling, positions: Tokens, vocab_size: int) -> Logi
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WindowNoise:
-    """All noise of one speculative window, made where it is used: for one token V numbers a lane, not (k+1)
-    V.
+    """All noise of one speculative window, made where it is used: V numbers a token, not (k+1) V.
 
     Row r of the window, fed with the token at `position + r`, chooses the token at `position + r + 1`.
     """

@@ -88,7 +88,7 @@ class Tree:
         return law
 
 
-def emitted(tree: Tree, law: str, target=None, draft=None, target_rows=None, plan_draft=None, next_token=next_of):
+def emitted(tree: Tree, law: str, target=None, target_rows=None, plan_draft=None, next_token=next_of):
     """Law of the first k + 1 emitted tokens and expected acceptance: {(setting, n): ([V] * (k + 1), float)}.
 
     `target`, `plan_draft` and `next_token` replace what the verifier works with; drafts come from q.
@@ -104,8 +104,7 @@ def emitted(tree: Tree, law: str, target=None, draft=None, target_rows=None, pla
         held = np.asarray(coins) == 0
         probability = np.prod(np.where(held[None, :], passes, 1 - passes), axis=1)
         held_coins = jnp.broadcast_to(jnp.asarray(coins, jnp.float32)[None, :], tree.drafts.shape)
-        shut = jnp.where(jnp.asarray(passes) > 0, held_coins, 2.0)
-        count = np.asarray(count_of(law, plan, shut))
+        count = np.asarray(count_of(law, plan, held_coins))
         chance[np.arange(len(chance)), count] += probability
     follow = [
         np.exp(np.asarray(next_token(plan, target, draft, jnp.full(len(chance), a, jnp.int32), tree.num_drafts)))

@@ -130,10 +130,12 @@ def test_fold_then_window_equals_recurrence(fold: tuple[int, int]) -> None:
 
     def delta_rows(length: int) -> DeltaRows:
         gates = draw(length, seed=length)
-        return DeltaRows(normal(2, length, CHANNELS), gates["log_decay"], gates["write_strength"])
+        return DeltaRows(*map(jnp.asarray, (normal(2, length, CHANNELS), gates["log_decay"], gates["write_strength"])))
 
     pending, window = delta_rows(4), delta_rows(3)
-    got = gated_delta.gated_delta_window(state, conv, pending, jnp.asarray(fold, jnp.int32), window, weight)
+    got = gated_delta.gated_delta_window(
+        *map(jnp.asarray, (state, conv)), pending, jnp.asarray(fold, jnp.int32), window, jnp.asarray(weight)
+    )
     for lane, count in enumerate(fold):
         joined = [
             np.concatenate([getattr(pending, f)[lane, :count], getattr(window, f)[lane]]).astype(np.float64)
