@@ -1,7 +1,7 @@
-"""Speculative decoding in four verbs: draft, verify, accept, commit (DESIGN.md section 2), and the loop around them.
+"""Speculative decoding in four verbs: draft, verify, accept, commit; and the loop around them.
 
-`speculative_step` emits between one and k + 1 tokens a lane from one pass of the target. `decode_loop` runs many steps on
-the device in one call; with k = 0 it is plain decoding, and the text it emits then is the one every k has to reproduce.
+`speculative_step` emits between one and k + 1 tokens a lane from one pass of the target. `decode_loop` runs many steps
+on the device in one call; with k = 0 it is plain decoding, whose text every k has to reproduce.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Verification:
 def draft(
     model: Qwen35, head: MTPHead, gen: Generation, request: Request, *, num_draft_tokens: int, law: str
 ) -> tuple[Proposal, kv.Cache]:
-    """Drafts up to k tokens a lane, first rewriting the head's entries of the newest tokens from their true hidden rows.
+    """Drafts up to k tokens a lane, after rewriting the head's newest entries from their true hidden rows.
 
     A lane drafts no further than one token short of its reply's end. Live lanes that draft nothing are kept primed.
     """

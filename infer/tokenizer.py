@@ -100,7 +100,7 @@ class Tokenizer:
         """Token ids of a text; markers such as `<|im_end|>` in it become their tokens."""
         return list(self.inner(text, add_special_tokens=False).input_ids)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None) -> str:
+    def chat_prompt(self, messages: Sequence[Any], thinking: bool | None = None) -> str:
         """The conversation as the checkpoint's template renders it, up to where the assistant speaks.
 
         `thinking` is passed to the template as `enable_thinking`; None leaves the template's own default. With thinking

@@ -1,7 +1,7 @@
 """Full attention with an output gate (HF `Qwen3_5Attention`): grouped heads, normed queries and keys, partial rotary.
 
-`project` and `combine` are the two halves around the attention itself, so that serving (over pages) and training (over a
-whole sequence) share every weight and every rounding. `attend_pages` is the serving middle.
+`project` and `combine` are the two halves around the attention itself, so that serving (over pages) and training (over
+a whole sequence) share every weight and every rounding. `attend_pages` is the serving middle.
 """
 
 import jax

@@ -152,8 +152,10 @@ def append(
     keys: Float[Array, "B T K H"],
     values: Float[Array, "B T K H"],
 ) -> Pages:
-    """Writes rows `0 .. num_rows - 1` of each lane at cache indices `starts ..`; other rows, and rows that have no page,
-    are dropped."""
+    """Writes rows `0 .. num_rows - 1` of each lane at cache indices `starts ..`.
+
+    Other rows, and rows that have no page, are dropped.
+    """
     num_pages, page_size = pages.keys.shape[:2]
     row = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, :]
     index = starts[:, None] + row
@@ -198,7 +200,7 @@ def keep_recent(cache: Cache, hidden: Hidden, tokens: Tokens, count: PerLane) ->
 
 
 def set_last_token(cache: Cache, tokens: PerLane, lanes: Bool[Array, "B"]) -> Cache:
-    """Names the token that follows the newest hidden row, in the lanes asked for (after a prefill, which knows none)."""
+    """Names the token that follows the newest hidden row, in the lanes asked for (a prefill knows none)."""
     row = jnp.arange(cache.window_rows, dtype=jnp.int32)[None, :]
     here = lanes[:, None] & (row == (cache.num_recent - 1)[:, None])
     return replace(cache, recent_tokens=jnp.where(here, tokens[:, None], cache.recent_tokens))
@@ -207,9 +209,9 @@ def set_last_token(cache: Cache, tokens: PerLane, lanes: Bool[Array, "B"]) -> Ca
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Snapshot:
-    """One lane at one moment: its recurrent state, counts and newest rows. Its pages stay in the pool; their ids are kept.
+    """One lane at one moment: its recurrent state, counts and newest rows.
 
-    It costs what a lane's committed state costs (147 MiB at 27B).
+    Its pages stay in the pool, their ids are kept. It costs what a lane's committed state costs (147 MiB at 27B).
     """
 
     delta: tuple[DeltaState, ...]

@@ -1,8 +1,8 @@
 """The multi-token-prediction head: one decoder layer that drafts the token after next, recursively.
 
-Slot p reads the embedding of token p + 1 and the trunk's hidden row p (after the final norm), in this order, and predicts
-token p + 2; a further draft feeds the drafted token and the head's own normed output back in. Embedding and unembedding
-are the trunk's. Its keys and values share the trunk's page table, each at the index of its token (see `mtp.cache`).
+Slot p reads the embedding of token p + 1 and the trunk's hidden row p (after the final norm), in this order, and
+predicts token p + 2; a further draft feeds the drafted token and the head's own normed output back in. Embedding and
+unembedding are the trunk's. Its keys and values share the trunk's page table, each at its token's index (`mtp.cache`).
 """
 
 from dataclasses import replace
@@ -44,16 +44,16 @@ def draft_rows(
     starts: PerLane,
     num_rows: PerLane,
 ) -> tuple[Hidden, Cache]:
-    """The head's normed output for rows (token, hidden before it) at cache indices `starts ..`, whose keys and values it
-    writes. The output is both what `unembed` reads and the next draft's hidden."""
+    """The head's normed output for rows (token, hidden before it) at cache indices `starts ..`.
+
+    It writes the rows' keys and values. The output is both what `unembed` reads and the next draft's hidden.
+    """
     assert cache.draft is not None, "the cache was made without a head"
     pages = cache.draft
 
     def mix(x: Hidden) -> Hidden:
         nonlocal pages
-        y, pages = attend_pages(
-            head.layers[0].self_attn, x, pages, cache.page_table, starts, num_rows, first=1
-        )
+        y, pages = attend_pages(head.layers[0].self_attn, x, pages, cache.page_table, starts, num_rows, first=1)
         return y
 
     x = head.layers[0](head.inputs(model, tokens, hidden), mix)
@@ -69,7 +69,7 @@ def write_rows(
     starts: PerLane,
     num_rows: PerLane,
 ) -> Cache:
-    """Only the keys and values of `draft_rows`: what prefill, and steps without drafts, need to keep the head primed."""
+    """Only the keys and values of `draft_rows`: what prefill and steps without drafts keep the head primed with."""
     assert cache.draft is not None, "the cache was made without a head"
     layer = head.layers[0]
     x = layer.input_layernorm(head.inputs(model, tokens, hidden))

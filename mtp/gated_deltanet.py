@@ -1,7 +1,8 @@
 """The Gated DeltaNet mixer (HF `Qwen3_5GatedDeltaNet`): projections, causal convolution, delta rule, gated norm.
 
-Two ways through it share every weight: `read_window` (decoding and verification: fold the pending rows, read the window,
-commit nothing of it) and `read_chunk` (prefill and training: the chunked form, which moves the state to its end).
+Three ways through it share every weight: `read_window` (decoding and verification: fold the pending rows, read the
+window, commit nothing of it) and `read_chunk` (prefill: the chunked form, which moves the state along);
+`read_documents` is the chunked form over packed training text.
 """
 
 from dataclasses import replace
@@ -42,9 +43,7 @@ class GatedNorm(nnx.Module):
         self.eps = config.rms_norm_eps
         self.activation = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[config.output_gate_type]
 
-    def __call__(
-        self, x: Float32[Array, "B T U Z"], gate: Float[Array, "B T U Z"]
-    ) -> Float32[Array, "B T U Z"]:
+    def __call__(self, x: Float32[Array, "B T U Z"], gate: Float[Array, "B T U Z"]) -> Float32[Array, "B T U Z"]:
         x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
         return x * broadcast_last(self.weight[...], 4) * self.activation(gate.astype(jnp.float32))
 
@@ -72,9 +71,7 @@ class GatedDeltaNet(nnx.Module):
         """What the rows bring to the recurrence; gates in float32."""
         a = self.in_proj_a(x).astype(jnp.float32) + broadcast_last(self.dt_bias[...].astype(jnp.float32), 3)
         log_decay = -broadcast_last(jnp.exp(self.A_log[...]), 3) * jax.nn.softplus(a)
-        return DeltaRows(
-            self.in_proj_qkv(x), log_decay, jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
-        )
+        return DeltaRows(self.in_proj_qkv(x), log_decay, jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32)))
 
     def finish(self, outputs: Float32[Array, "B T U Z"], x: Hidden) -> Hidden:
         """Norms and gates the heads' outputs and projects them back to the residual width."""

@@ -45,9 +45,7 @@ class Qwen35(nnx.Module):
         self.layers = nnx.List([DecoderLayer(config, kind, rngs, dtype) for kind in config.layer_types])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         tied = config.tie_word_embeddings
-        self.lm_head = (
-            None if tied else Linear(config.vocab_size, config.hidden_size, rngs, dtype, ("vocab", None))
-        )
+        self.lm_head = None if tied else Linear(config.vocab_size, config.hidden_size, rngs, dtype, ("vocab", None))
         self.config = config
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
@@ -58,9 +56,7 @@ class Qwen35(nnx.Module):
         return lax.dot_general(hidden, table, contract, precision=exact, preferred_element_type=jnp.float32)
 
 
-def forward(
-    model: Qwen35, cache: Cache, tokens: Tokens, num_tokens: PerLane, *, keep: bool
-) -> tuple[Hidden, Cache]:
+def forward(model: Qwen35, cache: Cache, tokens: Tokens, num_tokens: PerLane, *, keep: bool) -> tuple[Hidden, Cache]:
     """Runs the first `num_tokens` rows of each lane behind what the cache holds; a lane with 0 rows is left as it is.
 
     Args:

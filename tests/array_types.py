@@ -14,7 +14,13 @@ check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def checked[F: Callable[..., Any]](function: F) -> F:
-    """`function`, with its arguments and result held against its annotations at every call."""
+    """`function`, with its arguments and result held against its annotations at every call.
+
+    Constructors are let through: jax calls them with anything for a leaf when it rebuilds a pytree, one lane of a
+    state for instance.
+    """
+    if function.__name__ == "__init__":
+        return function
     hints = getattr(function, "__annotations__", {})
     for name, hint in hints.items():
         hints[name] = next((theirs for ours, theirs in READ_AS.items() if hint is ours), hint)

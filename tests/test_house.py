@@ -15,9 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from jaxtyping import TypeCheckError
 
 from mtp.config import ModelConfig, load_toml, preset_names
+from mtp.kernels.gated_delta import conv_silu
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mtp", "train", "infer")
@@ -151,6 +154,13 @@ def test_io_rule_knows_wrong_from_right() -> None:
     assert holds_jitted_code("infer.decode", tree)
     assert io_in("infer.decode", tree) == ["print", "open", "time", "pathlib"]
     assert not holds_jitted_code("infer.generate", ast.parse("import time\ntime.perf_counter()\n"))
+
+
+def test_array_types_are_checked_while_testing() -> None:
+    rows, weight = jnp.zeros((2, 7, 3), jnp.float32), jnp.zeros((3, 4), jnp.float32)
+    assert conv_silu(rows, weight).shape == (2, 4, 3)
+    with pytest.raises(TypeCheckError, match=r"parameter 'weight'.*\n.*f32\[4,3\]"):
+        conv_silu(rows, weight.T)
 
 
 def test_third_party_imports_are_declared() -> None:

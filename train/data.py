@@ -159,3 +159,17 @@ def read_meta(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; `python -m train.generate_data corpus` builds it")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def held_out_beginnings(directory: Path, count: int, length: int) -> list[tuple[dict[str, Any], list[int]]]:
+    """Up to `count` held-out documents, the same number of each domain and spread evenly over it, with the first
+    `length` tokens of each. Documents that end sooner are passed over."""
+    tokens = np.fromfile(directory / "val.bin", np.uint16)
+    long = [document for document in read_meta(directory)["val_documents"] if document["tokens"] > length]
+    domains = sorted({document["domain"] for document in long})
+    chosen = []
+    for domain in domains:
+        own = [document for document in long if document["domain"] == domain]
+        share = min(len(own), count // len(domains))
+        chosen += [own[i * len(own) // share] for i in range(share)]
+    return [(d, tokens[d["start"] : d["start"] + length].tolist()) for d in chosen]

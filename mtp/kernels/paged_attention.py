@@ -35,9 +35,7 @@ def paged_attention(
     own = (index[None, :] >= first) & (index[None, :] < (starts + num_rows)[:, None])
     lane_values = jnp.where(own[:, :, None, None], lane_values, jnp.zeros((), lane_values.dtype))
     grouped = queries.reshape(batch, rows, groups, heads // groups, dim)
-    scores = jnp.einsum(
-        "btkgh,bskh->bkgts", grouped, lane_keys, precision=exact, preferred_element_type=jnp.float32
-    )
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, lane_keys, precision=exact, preferred_element_type=jnp.float32)
     bound = starts[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
     seen = own[:, None, :] & (index[None, None, :] <= bound[:, :, None])  # [B, T, S]
     scores = jnp.where(seen[:, None, None], scores * dim**-0.5, jnp.float32(-1e30))

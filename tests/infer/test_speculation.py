@@ -99,7 +99,7 @@ def spoil(truth: np.ndarray, produced: np.ndarray, accept: np.ndarray) -> np.nda
 
 
 def run_script(script: Iterator[tuple[np.ndarray, np.ndarray]], compare_every: int = 1) -> list[dict[str, np.ndarray]]:
-    """Follows a script of (drafts offered, drafts accepted) a lane; checks counts and tokens; the distances measured."""
+    """Follows a script of (drafts offered, accepted) a lane, checks counts and tokens, returns the distances."""
     model = rig.loaded().model
     asked, gen, truth = continuation()
     plain, measured = gen, []
@@ -171,7 +171,7 @@ def test_inference_A1_a_step_without_drafts_reads_the_accepted_state() -> None:
 @pytest.mark.parametrize("accepted", [1, 2, 3])
 def test_inference_A4_convolution_rows_roll_back_with_the_state(accepted: int) -> None:
     """The committed convolution rows are plain decoding's, bit for bit where the rows entered in equal windows."""
-    measured = run_script(((each(3, 3, 3, 3), each(*[accepted] * 4)) for _ in range(3)))
+    measured = run_script((each(3, 3, 3, 3), each(*[accepted] * 4)) for _ in range(3))
     assert_equal_to_plain(measured)
 
 
@@ -186,7 +186,9 @@ def test_inference_A2_a_prefilling_lane_beside_verifying_lanes() -> None:
     asked, gen, truth = continuation()
     newcomer = jnp.asarray([0, 0, 11, 0], jnp.int32)
     tokens, _ = rig.prompts([11] * 4, seed=8)
-    admitted = replace(gen.cache, **{n: getattr(kv.release(gen.cache, 2), n) for n in ("lengths", "delta", "num_recent")})
+    admitted = replace(
+        gen.cache, **{n: getattr(kv.release(gen.cache, 2), n) for n in ("lengths", "delta", "num_recent")}
+    )
     _, beside = rig.prefill(model.model, model.head, admitted, tokens, newcomer)
     alone = rig.prefill(model.model, model.head, rig.lanes(LANES, 2200), tokens, newcomer)[1]
     for name, x, y in (
@@ -305,4 +307,3 @@ def test_inference_B25_the_head_is_primed_by_prefill() -> None:
     blind = replace(gen.cache, draft=jax.tree.map(jnp.zeros_like, gen.cache.draft))
     unprimed = propose(model.model, model.head, replace(gen, cache=blind), asked).log_probs
     assert float(jnp.abs(unprimed - laws[24]).max()) > 1e-2
-

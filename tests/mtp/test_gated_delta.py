@@ -23,7 +23,7 @@ serial = jax.jit(gated_delta.delta_rule_serial)
 
 
 def draw(length: int, seed: int = 0, decay: float = 1.0) -> dict[str, np.ndarray]:
-    """Random rows of two lanes, float32: unit keys, scaled unit queries, decays between gentle and `decay` times that."""
+    """Random rows of two lanes, float32: unit keys, scaled unit queries, gentle decays times `decay`."""
     rng = np.random.default_rng(seed)
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
     rows = dict(

@@ -169,6 +169,21 @@ def test_meta_describes_the_token_files(built: Path) -> None:
     assert np.fromfile(built / "train.bin", np.uint16).max() < VOCAB_SIZE
 
 
+def test_prompts_are_beginnings_of_held_out_documents(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "prompts.jsonl"
+    args = ["--tokenizer", str(built / "tokenizer"), "--count", "6", "--tokens", "5"]
+    assert generate_data.main(["prompts", str(built), "--out", str(out), *args]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    texts = documents(built, "val.bin")
+    assert 0 < len(records) <= 6
+    assert len({record["prompt"] for record in records}) > 1
+    assert all(any(text.startswith(record["prompt"]) for text in texts) for record in records)
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert sum(summary["prompts"].values()) == len(records)
+
+
 def test_whole_files_are_held_out(config_path: Path, built: Path) -> None:
     train, val = documents(built, "train.bin"), documents(built, "val.bin")
     assert not set(train) & set(val)
