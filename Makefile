@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 EXTRAS := test$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,cuda)
 # For instance `make demo PROMPT='Once upon a time'`.
-PROMPT ?= def read_lines(path):
+PROMPT ?= She walked into the room and
 WORKERS ?= 2
 
 .PHONY: setup lint test demo goldens clean
@@ -28,10 +28,10 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -n $(WORKERS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 demo: setup
-	@$(BIN)/python -m infer.generate --model demo --prompt "$$PROMPT" --compare
+	@$(BIN)/python -m infer.generate --model demo --prompt "$$PROMPT" --temperature 0.7 --top-p 0.95 --verify coupled --compare
 
 # The stored references come from transformers and torch, which live in an environment of their own.
 goldens:

@@ -49,13 +49,12 @@ def corpus(args: argparse.Namespace) -> None:
 
 
 def prompts(args: argparse.Namespace) -> None:
-    """Writes one {"prompt", "domain", "name"} a line; its counts as one JSON line."""
+    """Writes one {"prompt"} a line, domain after domain; their counts as one JSON line."""
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     counts: Counter[str] = Counter()
     with args.out.open("w", encoding="utf-8") as file:
         for document, tokens in held_out_beginnings(args.corpus, args.count, args.tokens):
-            record = {"prompt": tokenizer.decode(tokens), "domain": document["domain"], "name": document["name"]}
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps({"prompt": tokenizer.decode(tokens)}) + "\n")
             counts[document["domain"]] += 1
     print(json.dumps({"out": str(args.out), "tokens": args.tokens, "prompts": dict(counts)}))
 

@@ -287,13 +287,13 @@ def test_raising_k_after_500_tokens_drafts_as_if_it_had_never_been_0() -> None:
 
 
 def test_inference_B25_the_head_is_primed_by_prefill() -> None:
-    """Drafts behind a prompt read in one chunk, in chunks of 5 (the last of k + 1) and token by token are the same, and
+    """Drafts behind a prompt read in one chunk and in chunks of 5 (the last of k + 1) are the same, and
     differ from those of a head that has not seen the prompt."""
     model = rig.loaded()
     asked = rig.request(LANES, 8)
     tokens, lengths = rig.prompts([24] * LANES, seed=4)
     laws = {}
-    for chunk in (24, 5, 1):
+    for chunk in (24, 5):
         cache = rig.lanes(LANES, 64)
         for at in range(0, 24, chunk):
             part = tokens[:, at : at + chunk]
@@ -303,7 +303,6 @@ def test_inference_B25_the_head_is_primed_by_prefill() -> None:
         gen = rig.first_token(model.model, begin(cache, 8), asked, hidden, size - 1, jnp.ones(LANES, bool))
         laws[chunk] = propose(model.model, model.head, gen, asked).log_probs
     np.testing.assert_allclose(laws[5], laws[24], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(laws[1], laws[24], rtol=0, atol=1e-4)
     blind = replace(gen.cache, draft=jax.tree.map(jnp.zeros_like, gen.cache.draft))
     unprimed = propose(model.model, model.head, replace(gen, cache=blind), asked).log_probs
     assert float(jnp.abs(unprimed - laws[24]).max()) > 1e-2
