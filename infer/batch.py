@@ -13,6 +13,7 @@ from itertools import zip_longest
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from infer import programs
 from infer.decode import RUNNING, STOPPED, Generation, Request
@@ -145,7 +146,7 @@ def chunk_lengths(size: int) -> list[int]:
 
 
 def make_cache(
-    config: ModelConfig, head: MTPHead | None, *, lanes: int, tokens: int, num_draft_tokens: int, dtype: jnp.dtype
+    config: ModelConfig, head: MTPHead | None, *, lanes: int, tokens: int, num_draft_tokens: int, dtype: DTypeLike
 ) -> kv.Cache:
     """A cache whose lanes hold up to `tokens` tokens each, rounded up to a bucket, with all pages assigned."""
     pages = bucket(tokens, 2 * PAGE_SIZE) // PAGE_SIZE
@@ -167,7 +168,7 @@ def make_request(
 ) -> Request:
     """What the lanes are asked for, on the device. Tokens from `usable` on are never chosen: they have no text."""
 
-    def lanes(name: str, dtype: type) -> jax.Array:
+    def lanes(name: str, dtype: DTypeLike) -> jax.Array:
         return jnp.asarray([getattr(p, name) for p in params], dtype)
 
     stops = [(*p.stop_token_ids, *(() if p.ignore_eos else stop_ids)) for p in params]

@@ -7,6 +7,7 @@ a whole sequence) share every weight and every rounding. `attend_pages` is the s
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from mtp.cache import Pages, append
 from mtp.config import ModelConfig
@@ -18,7 +19,7 @@ from mtp.shapes import Array, Float, Hidden, Int32, PerLane
 class GatedAttention(nnx.Module):
     """Projections, norms and gate of one full-attention layer."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width, dim = config.hidden_size, config.head_dim
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = Linear(2 * heads * dim, width, rngs, dtype, ("heads", None))

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from mtp.config import ModelConfig
 from mtp.kernels.gated_delta import DeltaRows
@@ -106,7 +107,7 @@ def init(
     page_size: int,
     pages_per_lane: int,
     num_draft_tokens: int,
-    dtype: jnp.dtype = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     with_head: bool = True,
 ) -> Cache:
     """An empty cache: every lane idle, no page assigned.

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from mtp.attention import attend_pages
 from mtp.cache import Cache, append, keep_recent, set_last_token
@@ -21,7 +22,7 @@ from mtp.shapes import Hidden, LaneMask, PerLane, Tokens
 class MTPHead(nnx.Module):
     """The parameters of the head, named as the checkpoint's `mtp.*`."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.bfloat16) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.bfloat16) -> None:
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = Linear(width, 2 * width, rngs, dtype)
         self.pre_fc_norm_embedding = RMSNorm(width, eps, dtype)

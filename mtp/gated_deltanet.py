@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from mtp.cache import DeltaState
 from mtp.config import ModelConfig
@@ -30,7 +31,7 @@ from mtp.shapes import Array, Bool, Float, Float32, Hidden, PerLane
 class Conv1d(nnx.Module):
     """Taps of the depthwise causal convolution [C, W] (HF stores [C, 1, W])."""
 
-    def __init__(self, channels: int, taps: int, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def __init__(self, channels: int, taps: int, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         weight = taps**-0.5 * jax.random.normal(rngs.params(), (channels, taps), jnp.float32)
         self.weight = nnx.Param(weight.astype(dtype), axes=(None, None))
 
@@ -51,7 +52,7 @@ class GatedNorm(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """Projections and constants of one delta-rule layer."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width, heads = config.hidden_size, config.linear_num_value_heads
         self.in_proj_qkv = Linear(config.conv_channels, width, rngs, dtype)
         self.in_proj_z = Linear(config.value_dim, width, rngs, dtype, ("heads", None))

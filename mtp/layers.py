@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from mtp.config import ModelConfig
 from mtp.shapes import Array, Float, Float32, Hidden, Int32
@@ -27,7 +28,7 @@ class Linear(nnx.Module):
         out_features: int,
         in_features: int,
         rngs: nnx.Rngs,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         axes: tuple[str | None, str | None] = (None, None),
     ) -> None:
         scale = in_features**-0.5
@@ -41,7 +42,7 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A row a token."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         shape = (config.vocab_size, config.hidden_size)
         weight = 0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.weight = nnx.Param(weight.astype(dtype), axes=("vocab", None))
@@ -53,7 +54,7 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / rms(x) * (1 + weight): the weight is stored zero-centred (HF `Qwen3_5RMSNorm`)."""
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
+    def __init__(self, size: int, eps: float, dtype: DTypeLike) -> None:
         self.weight = nnx.Param(jnp.zeros((size,), dtype), axes=(None,))
         self.eps = eps
 
@@ -66,7 +67,7 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = Linear(inner, width, rngs, dtype, ("mlp", None))
         self.up_proj = Linear(inner, width, rngs, dtype, ("mlp", None))

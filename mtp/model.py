@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from mtp.attention import GatedAttention, attend_pages
 from mtp.cache import Cache, DeltaState, Pages
@@ -24,7 +25,7 @@ from mtp.shapes import Array, Bool, Float, Float32, Hidden, PerLane, Tokens
 class DecoderLayer(nnx.Module):
     """Norm, mixer, norm, MLP; the mixer is `linear_attn` or `self_attn`, the other is None."""
 
-    def __init__(self, config: ModelConfig, kind: str, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, kind: str, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.linear_attn = GatedDeltaNet(config, rngs, dtype) if kind == "linear_attention" else None
         self.self_attn = GatedAttention(config, rngs, dtype) if kind == "full_attention" else None
@@ -40,7 +41,7 @@ class DecoderLayer(nnx.Module):
 class Qwen35(nnx.Module):
     """The parameters of the text model, named as in the checkpoint. `lm_head` is None when embeddings are tied."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.bfloat16) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.bfloat16) -> None:
         self.embed_tokens = Embedding(config, rngs, dtype)
         self.layers = nnx.List([DecoderLayer(config, kind, rngs, dtype) for kind in config.layer_types])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)

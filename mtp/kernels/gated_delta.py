@@ -100,12 +100,19 @@ def delta_rule_serial(
     log_decay: Float32[Array, "B T U"],
     write_strength: Float32[Array, "B T U"],
 ) -> tuple[Float32[Array, "B U Z Y"], Float32[Array, "B T U Z"]]:
-    """The state after all tokens and the output of each, token by token (unrolled: T is a window)."""
-    outputs = []
-    for t in range(q.shape[1]):
-        state = delta_step(state, k[:, t], v[:, t], log_decay[:, t], write_strength[:, t])
-        outputs.append(jnp.sum(state * q[:, t][..., None, :], axis=-1))
-    return state, jnp.stack(outputs, axis=1)
+    """The state after all tokens and the output of each, token by token."""
+
+    def token(state: Array, row: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, *rest = row
+        state = delta_step(state, *rest)
+        return state, jnp.sum(state * q[..., None, :], axis=-1)
+
+    state, outputs = lax.scan(token, state, _by_token(q, k, v, log_decay, write_strength))
+    return state, jnp.moveaxis(outputs, 0, 1)
+
+
+def _by_token(*rows: Array) -> tuple[Array, ...]:
+    return tuple(jnp.moveaxis(x, 1, 0) for x in rows)
 
 
 def fold_pending(
@@ -118,12 +125,12 @@ def fold_pending(
     """The committed state and convolution history after the first `num_pending` pending rows of each lane."""
     _, heads, value_dim, key_dim = state.shape
     limit = pending.qkv.shape[1]
+    # a row that decays nothing and writes nothing leaves the state as it is, bit for bit
     pending = pending.masked(jnp.arange(limit, dtype=jnp.int32)[None, :] < num_pending[:, None])
     before = jnp.concatenate([conv, pending.qkv], axis=1)
     _, k, v = split_heads(conv_silu(before, weight), heads, key_dim, value_dim)
-    for t in range(limit):
-        folded = delta_step(state, k[:, t], v[:, t], pending.log_decay[:, t], pending.write_strength[:, t])
-        state = jnp.where((t < num_pending)[:, None, None, None], folded, state)
+    rows = _by_token(k, v, pending.log_decay, pending.write_strength)
+    state, _ = lax.scan(lambda state, row: (delta_step(state, *row), None), state, rows)
     return state, rows_from(before, num_pending, conv.shape[1])
 
 

@@ -11,6 +11,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, Tokens, UInt32
 
@@ -52,7 +53,7 @@ class Sampling:
     ) -> Self:
         """The same settings and the same seed for every lane, without a bias."""
 
-        def lanes(value: float, dtype: type) -> Array:
+        def lanes(value: float, dtype: DTypeLike) -> Array:
             return jnp.full((num_lanes,), value, dtype)
 
         return cls(
