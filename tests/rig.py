@@ -6,6 +6,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from infer import decode
 from infer.decode import Generation, Request
@@ -27,10 +28,15 @@ plain_step = jax.jit(decode.plain_step)
 @cache
 def loaded() -> weights.Loaded:
     """The model and its head."""
-    return weights.from_tensors(CONFIG, tiny_checkpoints.tensors(CONFIG.to_hf(), seed=5), jnp.float32)
+    return weights.from_tensors(CONFIG, tensors(), jnp.float32)
 
 
-def lanes(num_lanes: int, capacity: int) -> kv.Cache:
+def tensors() -> dict[str, np.ndarray]:
+    """The checkpoint it is made of."""
+    return tiny_checkpoints.tensors(CONFIG.to_hf(), seed=5)
+
+
+def lanes(num_lanes: int, capacity: int, dtype: DTypeLike = jnp.float32) -> kv.Cache:
     """Empty lanes that hold `capacity` tokens each, their pages dealt out in no order."""
     per_lane = -(-capacity // PAGE_SIZE)
     empty = kv.init(
@@ -40,7 +46,7 @@ def lanes(num_lanes: int, capacity: int) -> kv.Cache:
         page_size=PAGE_SIZE,
         pages_per_lane=per_lane,
         num_draft_tokens=NUM_DRAFT_TOKENS,
-        dtype=jnp.float32,
+        dtype=dtype,
     )
     deal = np.random.default_rng(1).permutation(num_lanes * per_lane).astype(np.int32)
     return replace(empty, page_table=jnp.asarray(deal.reshape(num_lanes, per_lane)))
