@@ -185,12 +185,16 @@ def make_request(
             min_p=lanes("min_p", jnp.float32),
             seed=lanes("seed", jnp.uint32),
             sample_index=lanes("sample_index", jnp.uint32),
+            presence_penalty=lanes("presence_penalty", jnp.float32),
+            frequency_penalty=lanes("frequency_penalty", jnp.float32),
+            repetition_penalty=lanes("repetition_penalty", jnp.float32),
             bias=bias,
         ),
         stop_ids=jnp.asarray([(*ids, *[-1] * (width - len(ids))) for ids in stops], jnp.int32),
         min_tokens=lanes("min_tokens", jnp.int32),
         max_tokens=lanes("max_tokens", jnp.int32),
         num_draft_tokens=lanes("num_draft_tokens", jnp.int32),
+        log_probs=jnp.full((len(params),), -1, jnp.int32),
     )
 
 
@@ -274,6 +278,7 @@ class BatchGenerator:
             ValueError: one line; a prompt that can't be taken, drafts without a head, or laws that differ.
         """
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        params = [p.with_defaults(num_draft_tokens=3, verify=LAWS[0]) for p in params]
         k = max(p.num_draft_tokens for p in params) if num_draft_tokens is None else num_draft_tokens
         laws = sorted({p.verify for p in params})
         for prompt, p in zip(prompts, params, strict=True):

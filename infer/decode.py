@@ -2,21 +2,47 @@
 
 `Request` says what each lane is asked for, `Generation` is everything that changes while it is answered. A step samples
 some tokens, `emit` cuts them where the reply ends, and only what is left is committed: nothing behind an end is kept.
+A lane whose logits are not finite fails alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mtp import cache as kv
+from mtp.acceptance import accept
 from mtp.draft_head import MTPHead, write_recent
-from mtp.kernels.sampling import Sampling, forbid_tokens, process_logits, sample, target_noise
+from mtp.kernels.sampling import (
+    History,
+    Sampling,
+    adjust_logits,
+    forbid_tokens,
+    process_logits,
+    remember,
+    sample,
+    target_noise,
+)
 from mtp.model import Qwen35, forward
-from mtp.shapes import Array, Float, Int32, LaneMask, Logits, PerLane, Tokens
+from mtp.shapes import Array, Float, Float32, Int32, LaneMask, Logits, PerLane, Tokens
 
 # what `Generation.status` says of a lane
-IDLE, RUNNING, STOPPED, FULL = range(4)
+IDLE, RUNNING, STOPPED, FULL, FAILED = range(5)
+
+
+@dataclass(frozen=True)
+class Verbs:
+    """The parts of a step that losslessness hangs on. The judge's negative controls put wrong ones in their place."""
+
+    process: Callable[..., Any] = process_logits
+    accept: Callable[..., Any] = accept
+    commit: Callable[..., Any] = kv.commit
+
+
+HONEST = Verbs()
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +59,30 @@ class Request:
     max_tokens: PerLane
     # k of each lane, 0..k of the program
     num_draft_tokens: PerLane
+    # of each emitted token: -1 none, 0 its own log-probability, n also the n best
+    log_probs: PerLane
+    # automata of allowed tokens, of all lanes together (see `mtp.kernels.sampling.adjust_logits`)
+    mask_table: Int32[Array, "S V"] | None = None
+    # for measuring speed with weights that can't accept: the chance that a draft stands, whatever it is
+    synthetic_acceptance: Float32[Array, ""] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Emitted:
+    """What one step emitted."""
+
+    tokens: Int32[Array, "B R"]
+    # the first so many stand; 0 for a lane that is not live
+    count: PerLane
+    num_drafted: PerLane
+    # drafts that were accepted and emitted
+    num_accepted: PerLane
+    # log-probability of each token under the target's own law (raw logits); NaN where nobody asks
+    log_probs: Float32[Array, "B R"]
+    # the best tokens there and theirs
+    top_tokens: Int32[Array, "B R n"]
+    top_log_probs: Float32[Array, "B R n"]
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +91,7 @@ class Generation:
     """The lanes' replies so far, and the cache behind them."""
 
     cache: kv.Cache
-    # IDLE, RUNNING, STOPPED (a stop token, which is the reply's last) or FULL (max_tokens)
+    # IDLE, RUNNING, STOPPED (a stop token, which is the reply's last), FULL (max_tokens) or FAILED (not finite)
     status: PerLane
     # the reply; what lies behind `num_tokens` is unspecified
     tokens: Int32[Array, "B O"]
@@ -51,6 +101,10 @@ class Generation:
     # by position: steps that drafted it, and steps that emitted it as accepted
     drafted: Int32[Array, "B k"]
     accepted: Int32[Array, "B k"]
+    # of the last step
+    emitted: Emitted
+    # None where no lane asks for penalties or masks
+    history: History | None = None
 
     @property
     def live(self) -> LaneMask:
@@ -58,30 +112,103 @@ class Generation:
         return self.status == RUNNING
 
 
-def begin(cache: kv.Cache, max_reply: int) -> Generation:
-    """All lanes idle around this cache; replies of up to `max_reply` tokens."""
+def begin(cache: kv.Cache, max_reply: int, *, history: History | None = None, top: int = 0) -> Generation:
+    """All lanes idle around this cache; replies of up to `max_reply` tokens, log-probabilities of up to `top` a token.
+
+    With `max_reply` 0 the replies themselves are not kept, only what each step emits.
+    """
     lanes, rows = cache.recent_tokens.shape
     counts = jnp.zeros((lanes,), jnp.int32)
     by_position = jnp.zeros((lanes, rows - 1), jnp.int32)
     tokens = jnp.zeros((lanes, max_reply), jnp.int32)
-    return Generation(cache, counts + IDLE, tokens, counts, counts, by_position, by_position)
+    emitted = Emitted(
+        tokens=jnp.zeros((lanes, rows), jnp.int32),
+        count=counts,
+        num_drafted=counts,
+        num_accepted=counts,
+        log_probs=jnp.full((lanes, rows), jnp.nan, jnp.float32),
+        top_tokens=jnp.zeros((lanes, rows, top), jnp.int32),
+        top_log_probs=jnp.zeros((lanes, rows, top), jnp.float32),
+    )
+    return Generation(cache, counts + IDLE, tokens, counts, counts, by_position, by_position, emitted, history)
 
 
-def choose_log_probs(model: Qwen35, hidden: Float[Array, "B T D"], request: Request, produced: PerLane) -> Logits:
-    """The law each row's token is drawn from; row t chooses reply token number `produced + t`."""
-    logits = model.unembed(hidden)
-    number = produced[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
+def law_of_rows(
+    logits: Logits,
+    gen: Generation,
+    request: Request,
+    first: PerLane,
+    before: Int32[Array, "B T J"],
+    verbs: Verbs = HONEST,
+) -> Logits:
+    """The law that each row's token is drawn from, the same for plain, drafted, verified, recovered and bonus tokens.
+
+    Args:
+        logits: raw; row t chooses reply token number `first + t`.
+        before: the window's tokens between the lane's last token and each row; -1 is none.
+    """
+    if gen.history is not None:
+        logits = adjust_logits(logits, request.sampling, gen.history, request.mask_table, before)
+    number = first[:, None] + jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     logits = forbid_tokens(logits, request.stop_ids, number < request.min_tokens[:, None])
-    return process_logits(logits, request.sampling)
+    return verbs.process(logits, request.sampling)
+
+
+def not_before(lanes: int, rows: int) -> Int32[Array, "B T J"]:
+    """`before` of rows that directly follow the lane's last token."""
+    return jnp.zeros((lanes, rows, 0), jnp.int32)
+
+
+def fail(gen: Generation, logits: Logits, rows: Array) -> Generation:
+    """Lanes whose logits are not finite in one of `rows` [B, T] fail: they emit and commit nothing more."""
+    sound = jnp.isfinite(jnp.max(logits, axis=-1)) | ~rows
+    return replace(gen, status=jnp.where(jnp.all(sound, axis=1), gen.status, FAILED))
+
+
+def note_log_probs(emitted: Emitted, request: Request, logits: Logits) -> Emitted:
+    """Fills in the log-probabilities that lanes ask for, from the raw logits [B, T, V] that the tokens were chosen from."""
+    rows, (all_rows, top) = logits.shape[1], emitted.top_tokens.shape[1:]
+
+    def own() -> tuple[Array, Array]:
+        norm = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, emitted.tokens[:, :rows, None], axis=-1)[:, :, 0]
+        return chosen - norm, norm
+
+    def best(norm: Array) -> tuple[Array, Array]:
+        values, tokens = lax.top_k(logits, top)
+        return values - norm[:, :, None], tokens.astype(jnp.int32)
+
+    def none(norm: Array) -> tuple[Array, Array]:
+        shape = (*norm.shape, top)
+        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+
+    nan = jnp.full(logits.shape[:2], jnp.nan, jnp.float32)
+    log_probs, norm = lax.cond(jnp.any(request.log_probs >= 0), own, lambda: (nan, nan))
+    values, tokens = lax.cond(jnp.any(request.log_probs > 0), best, none, norm) if top else none(norm)
+    pad = ((0, 0), (0, all_rows - rows))
+    return replace(
+        emitted,
+        log_probs=jnp.pad(log_probs, pad),
+        top_tokens=jnp.pad(tokens, (*pad, (0, 0))),
+        top_log_probs=jnp.pad(values, (*pad, (0, 0))),
+    )
 
 
 def first_token(
-    model: Qwen35, gen: Generation, request: Request, hidden: Float[Array, "B T D"], rows: PerLane, lanes: LaneMask
+    model: Qwen35,
+    gen: Generation,
+    request: Request,
+    hidden: Float[Array, "B T D"],
+    rows: PerLane,
+    lanes: LaneMask,
+    *,
+    verbs: Verbs = HONEST,
 ) -> Generation:
     """Starts the replies of `lanes` after their prefill: the token behind the prompt, chosen from hidden row `rows`."""
     hidden = jnp.take_along_axis(hidden, rows[:, None, None], axis=1)
     fresh = jnp.where(lanes, 0, gen.num_tokens)
-    log_probs = choose_log_probs(model, hidden, request, fresh)
+    logits = model.unembed(hidden)
+    log_probs = law_of_rows(logits, gen, request, fresh, not_before(lanes.shape[0], 1), verbs)
     noise = target_noise(request.sampling, gen.cache.lengths[:, None], log_probs.shape[-1])
     tokens = sample(log_probs, noise)
     zero = jnp.where(lanes[:, None], 0, 1)
@@ -93,14 +220,29 @@ def first_token(
         drafted=gen.drafted * zero,
         accepted=gen.accepted * zero,
     )
-    gen, _ = emit(gen, request, tokens, lanes.astype(jnp.int32))
-    return replace(gen, cache=kv.set_last_token(gen.cache, tokens[:, 0], lanes))
+    gen = fail(gen, logits, lanes[:, None])
+    started = lanes & gen.live
+    gen, _ = emit(gen, request, tokens, started.astype(jnp.int32), logits)
+    return replace(gen, cache=kv.set_last_token(gen.cache, tokens[:, 0], started))
 
 
-def emit(gen: Generation, request: Request, tokens: Tokens, count: PerLane) -> tuple[Generation, PerLane]:
+def emit(
+    gen: Generation,
+    request: Request,
+    tokens: Tokens,
+    count: PerLane,
+    logits: Logits,
+    num_drafted: PerLane | None = None,
+    num_accepted: PerLane | None = None,
+) -> tuple[Generation, PerLane]:
     """Appends the first `count` tokens of each lane to its reply, up to where the reply ends.
 
-    Returns the generation and how many tokens were kept.
+    Args:
+        logits: raw, of the rows that chose the tokens.
+        num_drafted, num_accepted: of this step; none where it drafts nothing.
+
+    Returns:
+        The generation, and how many tokens were kept.
     """
     row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     stops = jnp.any(tokens[:, :, None] == request.stop_ids[:, None, :], axis=-1) & (row < count[:, None])
@@ -112,22 +254,39 @@ def emit(gen: Generation, request: Request, tokens: Tokens, count: PerLane) -> t
 
     lane = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.where(row < kept[:, None], gen.num_tokens[:, None] + row, gen.tokens.shape[1])
+    none = jnp.zeros_like(kept)
+    emitted = replace(
+        gen.emitted,
+        tokens=jnp.pad(tokens, ((0, 0), (0, gen.emitted.tokens.shape[1] - tokens.shape[1]))),
+        count=kept,
+        num_drafted=none if num_drafted is None else num_drafted,
+        num_accepted=none if num_accepted is None else jnp.minimum(num_accepted, kept),
+    )
     gen = replace(
         gen,
         tokens=gen.tokens.at[lane, place].set(tokens, mode="drop"),
         num_tokens=total,
         status=jnp.where(count > 0, ended, gen.status),
+        emitted=note_log_probs(emitted, request, logits),
     )
+    if gen.history is not None:
+        gen = replace(gen, history=remember(gen.history, request.mask_table, tokens, kept))
     return gen, kept
 
 
-def plain_step(model: Qwen35, head: MTPHead | None, gen: Generation, request: Request) -> Generation:
+def plain_step(
+    model: Qwen35, head: MTPHead | None, gen: Generation, request: Request, *, verbs: Verbs = HONEST
+) -> Generation:
     """One token for every live lane. The head, if there is one, is kept primed: it may be asked to draft later."""
     live = gen.live
     cache = gen.cache if head is None else write_recent(head, model, gen.cache, live)
     hidden, cache = forward(model, cache, cache.last_token[:, None], live.astype(jnp.int32), keep=False)
-    log_probs = choose_log_probs(model, hidden, request, gen.num_tokens)
+    logits = model.unembed(hidden)
+    log_probs = law_of_rows(logits, gen, request, gen.num_tokens, not_before(live.shape[0], 1), verbs)
     noise = target_noise(request.sampling, cache.lengths[:, None] + 1, log_probs.shape[-1])
     tokens = sample(log_probs, noise)
-    gen, kept = emit(gen, request, tokens, live.astype(jnp.int32))
-    return replace(gen, cache=kv.commit(cache, hidden, tokens, kept), num_steps=gen.num_steps + live.astype(jnp.int32))
+    gen = fail(gen, logits, live[:, None])
+    gen, kept = emit(gen, request, tokens, gen.live.astype(jnp.int32), logits)
+    return replace(
+        gen, cache=verbs.commit(cache, hidden, tokens, kept), num_steps=gen.num_steps + live.astype(jnp.int32)
+    )

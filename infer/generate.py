@@ -182,7 +182,7 @@ def make_task(ask: Ask, tokenizer: Tokenizer, thinking: bool | None, num_draft_t
     Raises:
         ValueError: one line.
     """
-    text, defaults = ask.content, {"num_draft_tokens": num_draft_tokens}
+    text, defaults = ask.content, {"num_draft_tokens": num_draft_tokens, "verify": LAWS[0]}
     try:
         if not isinstance(text, str):
             text = tokenizer.chat_prompt(text, thinking)

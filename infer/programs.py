@@ -5,18 +5,21 @@ Each takes the whole cache or generation and gives it back: what goes in is dona
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from infer import decode, speculative
-from infer.decode import Generation, Request
+from infer.decode import HONEST, Generation, Request, Verbs
+from infer.speculative import Turn
 from mtp import cache as kv
+from mtp.config import ModelConfig
 from mtp.draft_head import MTPHead, prefill
-from mtp.kernels.sampling import forbid_tokens, process_logits, target_noise
+from mtp.kernels.sampling import History, forbid_tokens, process_logits, target_noise
 from mtp.model import Qwen35
-from mtp.shapes import Array, Float32, Int32, LaneMask, Logits, PerLane, Tokens
+from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, Tokens
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -91,7 +94,7 @@ def score_window(
     """
     lanes, num_draft_tokens = drafts.shape
     laws = jnp.zeros((lanes, num_draft_tokens, model.config.vocab_size), jnp.float32)
-    proposal = speculative.Proposal(drafts, laws, num_drafts)
+    proposal = speculative.Proposal(drafts, laws, num_drafts, jnp.ones((lanes,), bool))
     verification, cache = speculative.verify(model, gen, gen.cache, request, proposal)
     cache = kv.commit(cache, verification.hidden, targets, num_committed)
     return _pick(verification.log_probs, targets), replace(gen, cache=cache)
@@ -99,3 +102,134 @@ def score_window(
 
 def _pick(log_probs: Logits, tokens: Tokens) -> Float32[Array, "B T"]:
     return jnp.take_along_axis(log_probs, tokens[:, :, None], axis=-1)[:, :, 0]
+
+
+@partial(
+    jax.jit,
+    static_argnames=(
+        "config",
+        "num_lanes",
+        "num_pages",
+        "page_size",
+        "pages_per_lane",
+        "num_draft_tokens",
+        "dtype",
+        "with_head",
+        "top",
+    ),
+)
+def idle_lanes(config: ModelConfig, *, num_lanes: int, top: int, **sizes: Any) -> Generation:
+    """Empty lanes, none of them with a request.
+
+    Args:
+        top: log-probabilities a token at most.
+        sizes: of `mtp.cache.init`.
+    """
+    blank = History(
+        jnp.zeros((num_lanes, config.vocab_size), bool),
+        jnp.zeros((num_lanes, config.vocab_size), jnp.int32),
+        jnp.zeros((num_lanes,), jnp.int32),
+    )
+    return decode.begin(kv.init(config, num_lanes=num_lanes, **sizes), 0, history=blank, top=top)
+
+
+@partial(jax.jit, donate_argnames=("gen", "request"))
+def admit_lane(
+    gen: Generation,
+    request: Request,
+    lane: Int32[Array, ""],
+    row: Request,
+    history: History,
+    num_tokens: Int32[Array, ""],
+    status: Int32[Array, ""],
+) -> tuple[Generation, Request]:
+    """Puts a request into an empty lane, whose state becomes zero.
+
+    Args:
+        row: the request of this one lane, with a leading axis of 1; what all lanes share in it is not read.
+        history: likewise, as of the `num_tokens` tokens its reply has already.
+        status: RUNNING if its reply goes on at once, IDLE if its prompt is still to be read.
+    """
+
+    def put(whole: Array, part: Array) -> Array:
+        return whole.at[lane].set(part[0])
+
+    shared = {"mask_table": None, "synthetic_acceptance": None}
+    lanes = jax.tree.map(put, replace(request, **shared), replace(row, **shared))
+    request = replace(lanes, mask_table=request.mask_table, synthetic_acceptance=request.synthetic_acceptance)
+    gen = replace(
+        gen,
+        cache=kv.release(gen.cache, lane),
+        history=jax.tree.map(put, gen.history, history),
+        num_tokens=gen.num_tokens.at[lane].set(num_tokens),
+        status=gen.status.at[lane].set(status),
+    )
+    return gen, request
+
+
+@partial(jax.jit, donate_argnames="gen")
+def end_lanes(gen: Generation, lanes: LaneMask) -> Generation:
+    """These lanes idle: their requests have ended, left or been preempted."""
+    return replace(gen, status=jnp.where(lanes, decode.IDLE, gen.status))
+
+
+@partial(jax.jit, donate_argnames="gen")
+def read_prompts(
+    model: Qwen35,
+    head: MTPHead | None,
+    gen: Generation,
+    page_table: Int32[Array, "B M"],
+    lanes: Int32[Array, "L"],
+    tokens: Int32[Array, "L T"],
+    num_tokens: Int32[Array, "L"],
+) -> Generation:
+    """Reads a chunk of a few lanes' prompts (see `mtp.draft_head.prefill`); lane numbers beyond the last are none."""
+    cache = replace(gen.cache, page_table=page_table)
+    _, part = prefill(model, head, kv.select_lanes(cache, lanes), tokens, num_tokens)
+    return replace(gen, cache=kv.put_lanes(cache, part, lanes))
+
+
+@partial(jax.jit, static_argnames="verbs", donate_argnames="gen")
+def start_lanes(
+    model: Qwen35, gen: Generation, request: Request, lanes: LaneMask, *, verbs: Verbs = HONEST
+) -> tuple[Generation, Turn]:
+    """The first token of the replies of `lanes`, whose prompts the cache holds; as a turn of one step."""
+    rows = jnp.zeros_like(gen.status)
+    gen = decode.first_token(model, gen, request, gen.cache.recent_hidden, rows, lanes, verbs=verbs)
+    emitted = replace(gen.emitted, count=jnp.where(lanes, gen.emitted.count, 0))
+    return gen, Turn(jax.tree.map(lambda x: x[None], emitted), jnp.int32(1), gen.status, gen.num_tokens)
+
+
+@jax.jit
+def take_snapshot(cache: kv.Cache, lane: Int32[Array, ""]) -> tuple[kv.Snapshot, Bool[Array, ""]]:
+    """A lane's state, and whether it is sound: a state with a NaN in it makes the newest hidden row NaN."""
+    kept = kv.snapshot(cache, lane)
+    row = jnp.arange(cache.window_rows) < kept.num_recent
+    return kept, jnp.all(
+        jnp.isfinite(jnp.where(row[:, None], kept.recent_hidden, jnp.zeros((), kept.recent_hidden.dtype)))
+    )
+
+
+@partial(jax.jit, donate_argnames="gen")
+def restore_snapshot(gen: Generation, lane: Int32[Array, ""], kept: kv.Snapshot) -> Generation:
+    """The lane as it was when the snapshot was taken; its page table is whatever the next call brings."""
+    return replace(gen, cache=kv.restore(gen.cache, lane, kept))
+
+
+@jax.jit
+def fetch_pages(cache: kv.Cache, ids: Int32[Array, "n"]) -> tuple[kv.Pages, ...]:
+    """Copies of some pages, for the host to keep."""
+    return kv.read_pages(cache, ids)
+
+
+@partial(jax.jit, donate_argnames="gen")
+def fill_pages(gen: Generation, ids: Int32[Array, "n"], contents: tuple[kv.Pages, ...]) -> Generation:
+    """Puts kept contents into pages of the pool."""
+    return replace(gen, cache=kv.write_pages(gen.cache, ids, contents))
+
+
+@partial(jax.jit, donate_argnames="gen")
+def copy_page(gen: Generation, source: Int32[Array, ""], target: Int32[Array, ""]) -> Generation:
+    """A page that two requests share in part, copied for the one that will write on in it."""
+    contents = kv.read_pages(gen.cache, source[None])
+    return replace(gen, cache=kv.write_pages(gen.cache, target[None], contents))

@@ -11,13 +11,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from infer.decode import Generation, Request, choose_log_probs, emit, plain_step
+from infer.decode import (
+    FAILED,
+    HONEST,
+    Emitted,
+    Generation,
+    Request,
+    Verbs,
+    emit,
+    fail,
+    law_of_rows,
+    plain_step,
+)
 from mtp import cache as kv
-from mtp.acceptance import accept
 from mtp.draft_head import MTPHead, draft_rows
 from mtp.kernels.sampling import WindowNoise, sample
 from mtp.model import Qwen35, forward
-from mtp.shapes import Array, Float, Float32, Int32, PerLane
+from mtp.shapes import Array, Float, Float32, Int32, LaneMask, Logits, PerLane
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +39,8 @@ class Proposal:
     log_probs: Float32[Array, "B k V"]
     # drafts of each lane, 0..k; those behind are unspecified
     count: PerLane
+    # False for a lane whose head gave logits that are not finite
+    sound: LaneMask
 
 
 @jax.tree_util.register_dataclass
@@ -36,13 +48,34 @@ class Proposal:
 class Verification:
     """What the target says of a window's rows: row t follows draft t."""
 
+    # raw, and the law made of them
+    logits: Logits
     log_probs: Float32[Array, "B R V"]
     # after the final norm
     hidden: Float[Array, "B R D"]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Turn:
+    """What the steps of one call emitted, and how the lanes stand behind them."""
+
+    # every field has a leading axis of `max_steps`; nothing was emitted behind `num_steps`
+    emitted: Emitted
+    num_steps: Int32[Array, ""]
+    status: PerLane
+    num_tokens: PerLane
+
+
 def draft(
-    model: Qwen35, head: MTPHead, gen: Generation, request: Request, *, num_draft_tokens: int, law: str
+    model: Qwen35,
+    head: MTPHead,
+    gen: Generation,
+    request: Request,
+    *,
+    num_draft_tokens: int,
+    law: str,
+    verbs: Verbs = HONEST,
 ) -> tuple[Proposal, kv.Cache]:
     """Drafts up to k tokens a lane, after rewriting the head's newest entries from their true hidden rows.
 
@@ -56,56 +89,84 @@ def draft(
     tokens, hidden = cache.recent_tokens, cache.recent_hidden
     starts = cache.lengths - cache.num_recent + 1
     num_rows = jnp.where(gen.live, cache.num_recent, 0)
-    drafts, laws = [], []
+    drafts = jnp.zeros((count.shape[0], 0), jnp.int32)
+    laws = []
+    sound = jnp.ones_like(gen.live)
     for offset in range(num_draft_tokens):
         hidden, cache = draft_rows(head, model, cache, tokens, hidden, starts, num_rows)
         if offset == 0:
             last = jnp.maximum(cache.num_recent - 1, 0)
             hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-        log_probs = choose_log_probs(model, hidden, request, gen.num_tokens + offset)[:, 0]
-        drafts.append(sample(log_probs, noise.draft(law, offset, log_probs.shape[-1])))
+        logits = model.unembed(hidden)
+        sound &= jnp.isfinite(jnp.max(logits[:, 0], axis=-1)) | (offset >= count)
+        log_probs = law_of_rows(logits, gen, request, gen.num_tokens + offset, drafts[:, None, :], verbs)[:, 0]
+        tokens = sample(log_probs, noise.draft(law, offset, log_probs.shape[-1]))[:, None]
+        drafts = jnp.concatenate([drafts, tokens], axis=1)
         laws.append(log_probs)
-        tokens = drafts[-1][:, None]
         starts = cache.lengths + 1 + offset
         num_rows = (offset + 1 < count).astype(jnp.int32)
-    return Proposal(jnp.stack(drafts, axis=1), jnp.stack(laws, axis=1), count), cache
+    return Proposal(drafts, jnp.stack(laws, axis=1), count, sound), cache
 
 
 def verify(
-    model: Qwen35, gen: Generation, cache: kv.Cache, request: Request, proposal: Proposal
+    model: Qwen35,
+    gen: Generation,
+    cache: kv.Cache,
+    request: Request,
+    proposal: Proposal,
+    *,
+    verbs: Verbs = HONEST,
 ) -> tuple[Verification, kv.Cache]:
     """One pass of the target over each lane's last token and its drafts; nothing is committed yet."""
     window = jnp.concatenate([cache.last_token[:, None], proposal.tokens], axis=1)
     num_rows = jnp.where(gen.live, proposal.count + 1, 0)
     hidden, cache = forward(model, cache, window, num_rows, keep=False)
-    return Verification(choose_log_probs(model, hidden, request, gen.num_tokens), hidden), cache
+    logits = model.unembed(hidden)
+    # row t has the drafts before it behind it
+    row = jnp.arange(window.shape[1], dtype=jnp.int32)
+    seen = row[None, :-1] < row[:, None]
+    before = jnp.where(seen[None], proposal.tokens[:, None, :], -1)
+    return Verification(logits, law_of_rows(logits, gen, request, gen.num_tokens, before, verbs), hidden), cache
 
 
 def accept_and_commit(
-    gen: Generation, cache: kv.Cache, request: Request, proposal: Proposal, verification: Verification, *, law: str
+    gen: Generation,
+    cache: kv.Cache,
+    request: Request,
+    proposal: Proposal,
+    verification: Verification,
+    *,
+    law: str,
+    verbs: Verbs = HONEST,
 ) -> Generation:
     """Decides the window, emits what stands and the target's own token behind it, and keeps just that."""
-    outcome = accept(
-        law,
-        verification.log_probs,
-        proposal.log_probs,
-        proposal.tokens,
-        proposal.count,
-        WindowNoise(request.sampling, cache.lengths),
+    noise = WindowNoise(request.sampling, cache.lengths)
+    outcome = verbs.accept(
+        law, verification.log_probs, proposal.log_probs, proposal.tokens, proposal.count, noise
     )
+    position = jnp.arange(proposal.tokens.shape[1], dtype=jnp.int32)[None, :]
+    num_accepted = outcome.num_accepted
+    if request.synthetic_acceptance is not None:
+        stands = noise.synthetic(position.shape[1]) < request.synthetic_acceptance
+        stands &= position < proposal.count[:, None]
+        num_accepted = jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     row = jnp.arange(proposal.tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
     drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(row < outcome.num_accepted[:, None], drafts, outcome.next_token[:, None])
-    live = gen.live
-    gen, kept = emit(gen, request, tokens, jnp.where(live, outcome.num_accepted + 1, 0))
+    tokens = jnp.where(row < num_accepted[:, None], drafts, outcome.next_token[:, None])
 
-    position = row[:, :-1]
-    drafted = live[:, None] & (position < proposal.count[:, None])
-    accepted = live[:, None] & (position < jnp.minimum(outcome.num_accepted, kept)[:, None])
+    live = gen.live
+    gen = fail(gen, verification.logits, live[:, None] & (row <= proposal.count[:, None]))
+    gen = replace(gen, status=jnp.where(live & ~proposal.sound, FAILED, gen.status))
+    count = jnp.where(gen.live, num_accepted + 1, 0)
+    num_drafted = jnp.where(gen.live, proposal.count, 0)
+    gen, kept = emit(gen, request, tokens, count, verification.logits, num_drafted, num_accepted)
+
+    drafted = position < num_drafted[:, None]
+    accepted = position < gen.emitted.num_accepted[:, None]
     gap = ((0, 0), (0, gen.drafted.shape[1] - position.shape[1]))
     return replace(
         gen,
-        cache=kv.commit(cache, verification.hidden, tokens, kept),
+        cache=verbs.commit(cache, verification.hidden, tokens, kept),
         num_steps=gen.num_steps + live.astype(jnp.int32),
         drafted=gen.drafted + jnp.pad(drafted.astype(jnp.int32), gap),
         accepted=gen.accepted + jnp.pad(accepted.astype(jnp.int32), gap),
@@ -113,15 +174,62 @@ def accept_and_commit(
 
 
 def speculative_step(
-    model: Qwen35, head: MTPHead, gen: Generation, request: Request, *, num_draft_tokens: int, law: str
+    model: Qwen35,
+    head: MTPHead,
+    gen: Generation,
+    request: Request,
+    *,
+    num_draft_tokens: int,
+    law: str,
+    verbs: Verbs = HONEST,
 ) -> Generation:
     """Draft, verify, accept, commit: one pass of the target over every live lane."""
     with jax.named_scope("draft"):
-        proposal, cache = draft(model, head, gen, request, num_draft_tokens=num_draft_tokens, law=law)
+        proposal, cache = draft(model, head, gen, request, num_draft_tokens=num_draft_tokens, law=law, verbs=verbs)
     with jax.named_scope("verify"):
-        verification, cache = verify(model, gen, cache, request, proposal)
+        verification, cache = verify(model, gen, cache, request, proposal, verbs=verbs)
     with jax.named_scope("accept_and_commit"):
-        return accept_and_commit(gen, cache, request, proposal, verification, law=law)
+        return accept_and_commit(gen, cache, request, proposal, verification, law=law, verbs=verbs)
+
+
+def step(
+    model: Qwen35,
+    head: MTPHead | None,
+    gen: Generation,
+    request: Request,
+    *,
+    num_draft_tokens: int,
+    law: str,
+    verbs: Verbs = HONEST,
+) -> Generation:
+    """One step of every live lane: plain with k = 0, speculative otherwise.
+
+    Raises:
+        ValueError: k > 0 without a head, or k above what the cache was made for.
+    """
+    if num_draft_tokens > gen.cache.window_rows - 1:
+        raise ValueError(f"{num_draft_tokens=} exceeds the {gen.cache.window_rows - 1} that the cache was made for")
+    if num_draft_tokens == 0:
+        return plain_step(model, head, gen, request, verbs=verbs)
+    if head is None:
+        raise ValueError(f"{num_draft_tokens=} needs an MTP head and this model has none: use num_draft_tokens=0")
+    return speculative_step(model, head, gen, request, num_draft_tokens=num_draft_tokens, law=law, verbs=verbs)
+
+
+def stands_with(acceptance_length: float) -> float:
+    """The chance p of each draft that makes verify steps emit so many tokens on average with three drafts: the root of
+    1 + p + p^2 + p^3 = L. It is the same p for every k, as if the head were the same.
+
+    Raises:
+        ValueError: L is not from 1 to 4.
+    """
+    if not 1 <= acceptance_length <= 4:
+        raise ValueError(f"{acceptance_length=} must be from 1 to 4 tokens a step, as of three drafts")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        low, high = (p, high) if 1 + p + p**2 + p**3 < acceptance_length else (low, p)
+    return high
 
 
 @partial(jax.jit, static_argnames=("num_draft_tokens", "law"), donate_argnames="gen")
@@ -140,23 +248,50 @@ def decode_loop(
     Args:
         num_draft_tokens: k of the program, at most the window of the cache less one; lanes may ask for less.
         law: one of `mtp.acceptance.LAWS`.
-
-    Raises:
-        ValueError: k > 0 without a head, or k above what the cache was made for.
     """
-    if num_draft_tokens > gen.cache.window_rows - 1:
-        raise ValueError(f"{num_draft_tokens=} exceeds the {gen.cache.window_rows - 1} that the cache was made for")
-    if num_draft_tokens > 0 and head is None:
-        raise ValueError(f"{num_draft_tokens=} needs an MTP head and this model has none: use num_draft_tokens=0")
-
-    def step(gen: Generation) -> Generation:
-        if num_draft_tokens == 0:
-            return plain_step(model, head, gen, request)
-        assert head is not None
-        return speculative_step(model, head, gen, request, num_draft_tokens=num_draft_tokens, law=law)
 
     def unfinished(carry: tuple[Array, Generation]) -> Array:
         done, gen = carry
         return (done < num_steps) & jnp.any(gen.live)
 
-    return lax.while_loop(unfinished, lambda carry: (carry[0] + 1, step(carry[1])), (jnp.int32(0), gen))[1]
+    def turn(carry: tuple[Array, Generation]) -> tuple[Array, Generation]:
+        done, gen = carry
+        return done + 1, step(model, head, gen, request, num_draft_tokens=num_draft_tokens, law=law)
+
+    return lax.while_loop(unfinished, turn, (jnp.int32(0), gen))[1]
+
+
+@partial(jax.jit, static_argnames=("num_draft_tokens", "law", "max_steps", "verbs"), donate_argnames="gen")
+def decode_turn(
+    model: Qwen35,
+    head: MTPHead | None,
+    gen: Generation,
+    request: Request,
+    page_table: Int32[Array, "B M"],
+    num_steps: Int32[Array, ""],
+    *,
+    num_draft_tokens: int,
+    law: str,
+    max_steps: int,
+    verbs: Verbs = HONEST,
+) -> tuple[Generation, Turn]:
+    """`decode_loop` for the engine: the lanes' pages come with the call, and what each step emits goes out with it.
+
+    Args:
+        num_steps: at most `max_steps`.
+    """
+    gen = replace(gen, cache=replace(gen.cache, page_table=page_table))
+    nothing = replace(gen.emitted, count=jnp.zeros_like(gen.emitted.count))
+    record = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (max_steps, *x.shape)), nothing)
+
+    def unfinished(carry: tuple[Array, Generation, Emitted]) -> Array:
+        done, gen, _ = carry
+        return (done < num_steps) & jnp.any(gen.live)
+
+    def turn(carry: tuple[Array, Generation, Emitted]) -> tuple[Array, Generation, Emitted]:
+        done, gen, record = carry
+        gen = step(model, head, gen, request, num_draft_tokens=num_draft_tokens, law=law, verbs=verbs)
+        return done + 1, gen, jax.tree.map(lambda whole, one: whole.at[done].set(one), record, gen.emitted)
+
+    done, gen, record = lax.while_loop(unfinished, turn, (jnp.int32(0), gen, record))
+    return gen, Turn(record, done, gen.status, gen.num_tokens)

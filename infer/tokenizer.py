@@ -165,6 +165,11 @@ class TextStream:
                 self._take(piece)
         return self._show(len(self.text) - self._held_back())
 
+    @property
+    def num_shown(self) -> int:
+        """Tokens that begin in the text handed out: no stop string can cut them off any more."""
+        return self._tokens_before(self._shown)
+
     def finish(self) -> str:
         """Returns what was held back: no token follows."""
         if not self.stopped:

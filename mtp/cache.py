@@ -258,6 +258,41 @@ def admit(cache: Cache, lane: int | Int32[Array, ""], page_ids: Sequence[int] | 
     return replace(cache, page_table=cache.page_table.at[lane, : ids.shape[0]].set(ids))
 
 
+def select_lanes(cache: Cache, lanes: Int32[Array, "L"]) -> Cache:
+    """A cache of these lanes alone, around the same pages; a number beyond the last lane gives an empty one."""
+
+    def take(x: Array) -> Array:
+        return jnp.take(x, lanes, axis=0, mode="fill", fill_value=0)
+
+    return replace(cache, **{name: jax.tree.map(take, getattr(cache, name)) for name in _LANE_FIELDS})
+
+
+def put_lanes(cache: Cache, part: Cache, lanes: Int32[Array, "L"]) -> Cache:
+    """The cache with the lanes of `part` at these numbers, and its pages; numbers beyond the last are dropped."""
+
+    def put(whole: Array, rows: Array) -> Array:
+        return whole.at[lanes].set(rows, mode="drop")
+
+    lane_fields = {n: jax.tree.map(put, getattr(cache, n), getattr(part, n)) for n in _LANE_FIELDS}
+    return replace(cache, attention=part.attention, draft=part.draft, **lane_fields)
+
+
+def read_pages(cache: Cache, ids: Int32[Array, "n"]) -> tuple[Pages, ...]:
+    """What these pages hold, layer by layer, the MTP layer last; ids beyond the pool read zeros."""
+    take = lambda x: jnp.take(x, ids, axis=0, mode="fill", fill_value=0)  # noqa: E731
+    return jax.tree.map(take, (*cache.attention, *(() if cache.draft is None else (cache.draft,))))
+
+
+def write_pages(cache: Cache, ids: Int32[Array, "n"], contents: tuple[Pages, ...]) -> Cache:
+    """The cache with these pages filled from what `read_pages` gave; ids beyond the pool are dropped."""
+    put = lambda pool, part: pool.at[ids].set(part, mode="drop")  # noqa: E731
+    pools = (*cache.attention, *(() if cache.draft is None else (cache.draft,)))
+    *attention, last = jax.tree.map(put, pools, contents)
+    if cache.draft is None:
+        return replace(cache, attention=(*attention, last))
+    return replace(cache, attention=tuple(attention), draft=last)
+
+
 def shard(cache: Cache, mesh: Mesh) -> Cache:
     """The cache with every field placed by the axes it names."""
 

@@ -72,6 +72,7 @@ def request(
         min_tokens=each(min_tokens),
         max_tokens=each(max_tokens),
         num_draft_tokens=each(num_draft_tokens),
+        log_probs=each(-1),
     )
 
 

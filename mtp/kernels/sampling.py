@@ -18,8 +18,9 @@ from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, T
 # Streams share no key. TARGET is counted by the position of the token being chosen; the others by the
 # window's first row and the offset in the window, because under `block` a coin that one window has looked at
 # would bias the next.
-TARGET, DRAFT, ACCEPT, RECOVER = range(4)
-NUM_STREAMS = 4
+# SYNTHETIC decides measurements with weights that can't accept.
+TARGET, DRAFT, ACCEPT, RECOVER, SYNTHETIC = range(5)
+NUM_STREAMS = 5
 
 
 @jax.tree_util.register_dataclass
@@ -27,8 +28,9 @@ NUM_STREAMS = 4
 class Sampling:
     """How each lane chooses its tokens.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off; `bias` is added to the raw
-    logits, -inf forbids a token, and at least one token of each row must stay allowed.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and penalties of 0 (`repetition_penalty`: 1) are
+    off; `bias` is added to the raw logits, -inf forbids a token, and at least one token of each row must stay
+    allowed.
     """
 
     temperature: Float32[Array, "B"]
@@ -37,6 +39,9 @@ class Sampling:
     min_p: Float32[Array, "B"]
     seed: UInt32[Array, "B"]
     sample_index: UInt32[Array, "B"]  # which of the replies drawn with this seed
+    presence_penalty: Float32[Array, "B"]
+    frequency_penalty: Float32[Array, "B"]
+    repetition_penalty: Float32[Array, "B"]
     bias: Float32[Array, "B V"] | None = None
 
     @classmethod
@@ -63,7 +68,86 @@ class Sampling:
             min_p=lanes(min_p, jnp.float32),
             seed=lanes(seed, jnp.uint32),
             sample_index=lanes(sample_index, jnp.uint32),
+            presence_penalty=lanes(0.0, jnp.float32),
+            frequency_penalty=lanes(0.0, jnp.float32),
+            repetition_penalty=lanes(1.0, jnp.float32),
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class History:
+    """What penalties and token masks look back on, up to each lane's last token."""
+
+    prompt: Bool[Array, "B V"]  # tokens that occur in the prompt
+    counts: Int32[Array, "B V"]  # how often each occurs in the reply
+    mask_state: PerLane  # row of the mask table that the next token has to obey; row 0 allows everything
+
+
+def remember(
+    history: History, mask_table: Int32[Array, "S V"] | None, tokens: Tokens, count: PerLane
+) -> History:
+    """The history after the first `count` of these tokens of each lane."""
+    row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    lane = jnp.broadcast_to(jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None], tokens.shape)
+    kept = row < count[:, None]
+    counts = history.counts.at[lane, jnp.where(kept, tokens, history.counts.shape[1])].add(1, mode="drop")
+    state = history.mask_state
+    if mask_table is not None:
+        state = _mask_states(mask_table, state, jnp.where(kept, tokens, -1))
+    return History(history.prompt, counts, state)
+
+
+def _mask_states(mask_table: Int32[Array, "S V"], state: PerLane, tokens: Tokens) -> PerLane:
+    """The automaton's state after these tokens; -1 is none. A forbidden token, which nobody draws, leaves it."""
+    for t in range(tokens.shape[1]):
+        token = tokens[:, t]
+        following = mask_table[state, jnp.maximum(token, 0)]
+        state = jnp.where((token < 0) | (following < 0), state, following)
+    return state
+
+
+def adjust_logits(
+    logits: Logits,
+    sampling: Sampling,
+    history: History,
+    mask_table: Int32[Array, "S V"] | None,
+    before: Int32[Array, "B T J"],
+) -> Logits:
+    """Logits after penalties and token masks, the first part of the transform that `process_logits` goes on with.
+
+    The repetition penalty divides positive logits of tokens in prompt or reply and multiplies negative ones (Keskar et
+    al. 2019); frequency and presence penalties are subtracted for tokens in the reply, once an occurrence and once in
+    all. Lanes that ask for nothing cost nothing.
+
+    Args:
+      history: up to the lane's last token.
+      mask_table: the state after (state, token), -1 where the token is forbidden; row 0 is all zeros. None without masks.
+      before: the window's tokens between the last token and each row, in order; -1 is none.
+    """
+    vocab_size = logits.shape[-1]
+
+    def penalise(logits: Logits) -> Logits:
+        column = jnp.arange(vocab_size, dtype=jnp.int32)[None, None, :]
+        counts = history.counts[:, None, :]
+        for j in range(before.shape[2]):
+            counts = counts + (before[:, :, j, None] == column).astype(jnp.int32)
+        seen = history.prompt[:, None, :] | (counts > 0)
+        repeat = sampling.repetition_penalty[:, None, None]
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / repeat, logits * repeat), logits)
+        logits = logits - sampling.frequency_penalty[:, None, None] * counts.astype(jnp.float32)
+        return logits - jnp.where(counts > 0, sampling.presence_penalty[:, None, None], 0.0)
+
+    def mask(logits: Logits) -> Logits:
+        assert mask_table is not None
+        rows = [_mask_states(mask_table, history.mask_state, before[:, t]) for t in range(logits.shape[1])]
+        return jnp.where(mask_table[jnp.stack(rows, axis=1)] < 0, -jnp.inf, logits)
+
+    off = (sampling.presence_penalty == 0) & (sampling.frequency_penalty == 0) & (sampling.repetition_penalty == 1)
+    logits = lax.cond(jnp.all(off), lambda x: x, penalise, logits)
+    if mask_table is None:
+        return logits
+    return lax.cond(jnp.all(history.mask_state == 0), lambda x: x, mask, logits)
 
 
 def forbid_tokens(logits: Logits, token_ids: Int32[Array, "B S"], rows: Bool[Array, "B T"]) -> Logits:
@@ -187,6 +271,12 @@ class WindowNoise:
         """Gumbel noise of the target's picks at all rows."""
         positions = self.position[:, None] + 1 + jnp.arange(num_rows, dtype=jnp.int32)[None, :]
         return target_noise(self.sampling, positions, vocab_size)
+
+    def synthetic(self, num_draft_tokens: int) -> Float32[Array, "B k"]:
+        """Uniform numbers of a stream that no decision of the real law reads."""
+        shape = (self.position.shape[0], num_draft_tokens)
+        position = jnp.broadcast_to(self.position[:, None], shape)
+        return _uniform(self.sampling, SYNTHETIC, position, lax.broadcasted_iota(jnp.int32, shape, 1), 1)[:, :, 0]
 
     def next_token(self, row: PerLane, recovered: LaneMask, vocab_size: int) -> Float32[Array, "B V"]:
         """Gumbel noise of the token chosen at `row`: stream RECOVER where `recovered`, else TARGET."""
