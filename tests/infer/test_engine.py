@@ -68,12 +68,15 @@ def test_another_lane_changes_no_reply(law: str) -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 def test_preemption_changes_no_reply(law: str) -> None:
+    prompts = [prompt(20 + n, 12 + n) for n in range(4)]
+    # 6 pages each when they are done, and the pool has 8
+    params = [SamplingParams(temperature=n / 2, seed=n, max_tokens=80, ignore_eos=True) for n in range(4)]
+    undisturbed = [answer(engine(verify=law), [p], s)[0] for p, s in zip(prompts, params, strict=True)]
     one = engine(verify=law)
-    replies = answer(one, *requests())
-    same(replies, alone(law))
-    assert one.stats.num_preemptions > 0
-    assert max(r.num_preemptions for r in replies) > 0
-    assert [r.steps for r in replies] == [r.steps for r in alone(law)]
+    replies = answer(one, prompts, params)
+    same(replies, undisturbed)
+    assert one.stats.num_preemptions > 0 and sum(r.num_preemptions for r in replies) == one.stats.num_preemptions
+    assert [r.steps for r in replies] == [r.steps for r in undisturbed]
     assert_as_new(one)
 
 
@@ -101,21 +104,15 @@ def test_a_neighbours_abort_changes_no_reply(law: str) -> None:
 @pytest.mark.parametrize("law", LAWS)
 def test_a_cached_prefix_changes_no_reply(law: str) -> None:
     one = engine(verify=law)
-    cold = answer(one, *requests())
-    warm = answer(one, *requests())
-    same(cold, alone(law))
-    same(warm, alone(law))
-    assert [r.cached_tokens for r in warm] == [len(p) for p in requests()[0]]
+    for tokens, params, expected in zip(*requests(), alone(law), strict=True):
+        cold, warm = (answer(one, [tokens], params)[0] for _ in range(2))
+        same([cold, warm], [expected, expected])
+        assert (cold.cached_tokens, warm.cached_tokens) == (0, len(tokens))
     assert_as_new(one)
 
 
 def test_another_chunk_size_changes_no_reply() -> None:
-    for lengths in ((5,), (64,)):
-        same(answer(engine(verify="coupled", chunk_lengths=lengths), *requests()), alone("coupled"))
-
-
-def test_steps_a_turn_change_no_reply() -> None:
-    same(answer(engine(verify="coupled", steps_per_turn=1), *requests()), alone("coupled"))
+    same(answer(engine(verify="coupled", chunk_lengths=(5,)), *requests()), alone("coupled"))
 
 
 def test_exact_runs_plain_decoding_in_the_window_program_and_gives_the_same_text() -> None:
@@ -131,9 +128,8 @@ def test_nothing_compiles_after_warm_up() -> None:
     one = engine()
     one.warm_up()
     answer(one, *requests())
-    assert one.stats.num_preemptions > 0 and one.stats.prefix_entries > 0
-    answer(one, *requests())
-    assert one.stats.prefix_hits > 0
+    answer(one, [prompt(0, 5)] * 3, SamplingParams(max_tokens=80, ignore_eos=True, temperature=1.0, n=2))
+    assert one.stats.num_preemptions > 0 and one.stats.prefix_hits > 0
     assert one.stats.compilations == 0 and one.stats.warm
 
 
@@ -191,7 +187,6 @@ BAD: tuple[tuple[dict[str, Any], dict[str, Any], list[int], str], ...] = (
     ({}, {}, [], "the prompt is empty"),
     ({}, {}, [512], "token id 512 is outside the vocabulary of 512"),
     ({}, {"max_tokens": 90}, [1] * 7, r"7 tokens .* up to 90 exceed this engine's max_length=96"),
-    ({"max_length": 300}, {"max_tokens": 130}, [1] * 7, r"need 9 pages of 16 tokens and the pool has 8"),
     ({}, {"verify": "block"}, [1], "'block' is not this engine's law, 'rejection'"),
     ({}, {"num_draft_tokens": 4}, [1], "num_draft_tokens=4 exceeds the 3"),
     ({}, {"stop": ("x",)}, [1], "stop strings need a tokenizer"),
@@ -211,6 +206,11 @@ def test_bad_requests_are_refused_before_they_touch_anything(
         one.generate([[1, 2], tokens], SamplingParams(**{"max_tokens": 4, **fields}))
     assert len(good.result.reply.token_ids) == 4
     assert_as_new(one)
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"need 9 pages of 16 tokens and the pool has 8"):
+        engine(max_length=300).submit([1] * 7, SamplingParams(max_tokens=130))
 
 
 IMPOSSIBLE: tuple[tuple[dict[str, Any], str], ...] = (
