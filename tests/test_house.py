@@ -49,6 +49,10 @@ JIT = {"jit", "pmap", "shard_map", "pallas_call"}
 
 # Which dataclass a TOML file fills.
 TOML_CLASSES = {
+    "configs/infer/judge_27b.toml": ("infer.judge.config", "JudgeConfig"),
+    "configs/infer/judge_27b_closed.toml": ("infer.judge.config", "JudgeConfig"),
+    "configs/infer/judge_demo.toml": ("infer.judge.config", "JudgeConfig"),
+    "configs/infer/judge_demo_gpu.toml": ("infer.judge.config", "JudgeConfig"),
     "configs/train/corpus.toml": ("train.corpus", "CorpusConfig"),
     "configs/train/demo.toml": ("train.pretrain", "PretrainConfig"),
     "configs/train/tiny.toml": ("train.pretrain", "PretrainConfig"),

@@ -7,7 +7,7 @@ that is cut starts anew in the next window. Nothing is read but the pages that a
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,15 +161,49 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def held_out_questions(
+    directory: Path, count: int, longest: int, turn: Sequence[int]
+) -> list[tuple[dict[str, Any], list[int]]]:
+    """Up to `count` different held-out conversations, spread evenly over them, each up to where the assistant speaks
+    for the last time: behind the tokens `turn` that open its turn. Beginnings of more than `longest` tokens are passed
+    over."""
+    tokens = np.fromfile(directory / "val.bin", np.uint16)
+    found: dict[bytes, tuple[dict[str, Any], list[int]]] = {}
+    for document in read_meta(directory)["val_documents"]:
+        ids = tokens[document["start"] : document["start"] + document["tokens"]]
+        opened = [i + len(turn) for i in range(len(ids)) if ids[i : i + len(turn)].tolist() == list(turn)]
+        if opened and opened[-1] <= longest:
+            question = ids[: opened[-1]]
+            found.setdefault(question.tobytes(), (document, question.tolist()))
+    questions = list(found.values())
+    count = min(count, len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
+
+
+def held_out_texts(directory: Path, count: int, lengths: tuple[int, int]) -> list[tuple[dict[str, Any], list[int]]]:
+    """Up to `count` held-out documents, as many of each domain and spread evenly over it: all of each that has at least
+    the first of `lengths` tokens, cut off at the second."""
+    least, most = lengths
+    tokens = np.fromfile(directory / "val.bin", np.uint16)
+    chosen = _spread_over_domains(read_meta(directory)["val_documents"], count, least)
+    return [(d, tokens[d["start"] : d["start"] + min(d["tokens"], most)].tolist()) for d in chosen]
+
+
 def held_out_beginnings(directory: Path, count: int, length: int) -> list[tuple[dict[str, Any], list[int]]]:
     """Up to `count` held-out documents, the same number of each domain and spread evenly over it, with the first
     `length` tokens of each. Documents that end sooner are passed over."""
     tokens = np.fromfile(directory / "val.bin", np.uint16)
-    long = [document for document in read_meta(directory)["val_documents"] if document["tokens"] > length]
+    chosen = _spread_over_domains(read_meta(directory)["val_documents"], count, length + 1)
+    return [(d, tokens[d["start"] : d["start"] + length].tolist()) for d in chosen]
+
+
+def _spread_over_domains(documents: Sequence[dict[str, Any]], count: int, least: int) -> list[dict[str, Any]]:
+    """Documents of at least so many tokens, the same number of each domain."""
+    long = [document for document in documents if document["tokens"] >= least]
     domains = sorted({document["domain"] for document in long})
     chosen = []
     for domain in domains:
         own = [document for document in long if document["domain"] == domain]
         share = min(len(own), count // len(domains))
         chosen += [own[i * len(own) // share] for i in range(share)]
-    return [(d, tokens[d["start"] : d["start"] + length].tolist()) for d in chosen]
+    return chosen

@@ -8,6 +8,11 @@ meta.json. `--tokenizer DIR` is read if it has a tokenizer.json, and else writte
     python -m train.generate_data prompts data/corpus --count 120 --out prompts.jsonl
 
 writes beginnings of held-out documents, as many of each domain, for `infer.generate --prompts`.
+
+    python -m train.generate_data judge data/corpus --out infer/judge/data
+
+writes the prompts and texts that the judge ships with: questions of held-out conversations, whose replies end by
+themselves, and held-out texts of all domains.
 """
 
 import argparse
@@ -23,7 +28,7 @@ from transformers import AutoTokenizer
 
 from mtp.config import load_toml
 from train.corpus import CorpusConfig, build
-from train.data import held_out_beginnings
+from train.data import held_out_beginnings, held_out_questions, held_out_texts
 
 
 def corpus(args: argparse.Namespace) -> None:
@@ -59,6 +64,21 @@ def prompts(args: argparse.Namespace) -> None:
     print(json.dumps({"out": str(args.out), "tokens": args.tokens, "prompts": dict(counts)}))
 
 
+def judge(args: argparse.Namespace) -> None:
+    """Writes prompts.jsonl and texts.jsonl, one {"id", "domain", "source", "prompt" or "text"} a line."""
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    turn = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    questions = held_out_questions(args.corpus, args.prompts, args.longest, turn)
+    texts = held_out_texts(args.corpus, args.texts, tuple(args.lengths))
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, key, found in (("prompts", "prompt", questions), ("texts", "text", texts)):
+        with (args.out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for document, tokens in found:
+                about = {"id": document["name"], "domain": document["domain"], "source": document["source"]}
+                file.write(json.dumps(about | {key: tokenizer.decode(tokens)}, ensure_ascii=False) + "\n")
+    print(json.dumps({"out": str(args.out), "prompts": len(questions), "texts": len(texts)}))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand; a wrong file, hash or setting is one line on stderr and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m train.generate_data", description=__doc__.splitlines()[0])
@@ -77,6 +97,15 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--tokens", type=int, default=64, help="tokens of each; shorter documents are passed over")
     command.add_argument("--tokenizer", type=Path, default=Path("mtp/demo"), help="the corpus' tokenizer")
     command.set_defaults(run=prompts)
+    command = commands.add_parser("judge", help="the fixed prompts and texts of the judge")
+    command.add_argument("corpus", type=Path, help="directory that the corpus command wrote")
+    command.add_argument("--out", type=Path, required=True, help="directory for prompts.jsonl and texts.jsonl")
+    command.add_argument("--prompts", type=int, default=256, help="questions of held-out conversations")
+    command.add_argument("--longest", type=int, default=96, help="tokens of the longest of them")
+    command.add_argument("--texts", type=int, default=48, help="held-out texts")
+    command.add_argument("--lengths", type=int, nargs=2, default=(64, 384), help="tokens of the shortest and longest")
+    command.add_argument("--tokenizer", type=Path, default=Path("mtp/demo"), help="the corpus' tokenizer")
+    command.set_defaults(run=judge)
     args = parser.parse_args(argv)
     # Encoding runs on threads of its own; nothing is forked after it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

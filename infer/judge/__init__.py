@@ -1,0 +1,1 @@
+"""The judge: how fast speculation is, and with numbers one can trust, how lossless."""

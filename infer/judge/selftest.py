@@ -1,0 +1,127 @@
+"""Would the judge notice? Every control, and the honest arm, through the same named tests.
+
+They are the tests of one arm (`gates.martingale_tests`), equality with plain decoding under the coupled law, and fixed
+texts on the arm's own path. The last two are exact: in float32 they hold for every token but near-ties, so that one
+violation is proof and its absence none. In other dtypes rows round by how many are computed together; equality is left
+out there, and texts have to keep below the gate's ceiling.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from infer.decode import HONEST, Verbs
+from infer.judge import gates, replies, texts
+from infer.judge.config import JudgeConfig
+from infer.judge.controls import Control, controls
+from infer.judge.gates import Significance
+from infer.judge.record import LIMITS
+from infer.judge.replies import Law, Prompt, seed_of
+from infer.judge.subject import Subject
+from infer.judge.texts import Reading, Text
+from infer.replies import Reply
+
+# Replies that the stock model scores at once.
+SCORED_LANES = 16
+# Float32: what two paths to the same log-probability may differ by, with room to spare (`infer.score` says 2e-5).
+TEXT_TOLERANCE = 1e-3
+# The candidate's law of acceptance where tokens are tested one by one.
+VERIFY = "rejection"
+
+
+class Draw(Protocol):
+    """Draws replies of an arm to the self-test's prompts."""
+
+    def __call__(
+        self, arm: str, law: Law, repetitions: int, seed: Sequence[object], **changes: Any
+    ) -> list[list[Reply]]:
+        """`changes` are options of the engine."""
+
+
+class SelfTest:
+    """The sample that all arms are tested on, and the tests."""
+
+    def __init__(
+        self, subject: Subject, config: JudgeConfig, prompts: Sequence[Prompt], chosen: Sequence[Text], draw: Draw
+    ) -> None:
+        self.subject, self.config, self.prompts, self.chosen, self.draw = subject, config, prompts, chosen, draw
+        settings = config.controls
+        self.arms = (Control("honest", 0.0, HONEST, "", 0), *controls(settings.leak, settings.stale_every))
+
+    @property
+    def most_tokens(self) -> int:
+        """What one arm draws at most."""
+        settings = self.config.controls
+        return settings.num_prompts * (settings.repetitions + 1) * self.config.replies.max_tokens
+
+    def announcement(self) -> list[str]:
+        """How large the sample is and what each control needs, a line each."""
+        settings = self.config.controls
+        sample = f"{settings.repetitions} sampled and 1 coupled replies to {settings.num_prompts} prompts"
+        lines = [f"controls: {sample} and {len(self.chosen)} texts, the honest arm and each of {len(self.arms) - 1}"]
+        return lines + [
+            f"  {one.name}, strength {one.strength:g}: {one.caught_by} should need about {one.num_tokens:,} tokens"
+            for one in self.arms[1:]
+        ]
+
+    def run(self, control: Control) -> dict[str, Any]:
+        """One arm through all tests: an entry of `raw.controls`."""
+        tests, num_tokens = self.one_arm(control)
+        if self.exact:
+            tests["coupled equality"] = self.equality(control)
+        tests["fixed texts"] = self.fixed_texts(control)
+        return gates.control(control.name, control.strength, num_tokens, tests)
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows agree but for the last bits of float32."""
+        return self.subject.dtype == "float32"
+
+    def one_arm(self, control: Control) -> tuple[dict[str, Significance], int]:
+        """Tests of sampled replies, and how many tokens they rest on."""
+        law, verbs = self.subject.law, control.verbs
+        repetitions = self.config.controls.repetitions
+        drawn = self.draw("candidate", law, repetitions, ("control", control.name), verify=VERIFY, verbs=verbs)
+        sums = replies.Martingale(self.config.team.num_draft_tokens + 1, seed_of("control", control.name))
+        scores = replies.score(self.subject.loaded, self.prompts, drawn, law, SCORED_LANES)
+        for own, theirs in zip(drawn, scores, strict=True):
+            for reply, one in zip(own, theirs, strict=True):
+                sums.add(reply, one, VERIFY)
+        return dict(gates.martingale_tests(sums.record())), int(sums.num_tokens.sum())
+
+    def equality(self, control: Control) -> Significance:
+        """Places, other than near-ties, where replies under the coupled law leave plain decoding's."""
+        law = self.subject.law
+        own = self.draw("candidate", law, 1, ("equal",), verify="coupled", verbs=control.verbs)
+        seeds = [seed_of("equal", prompt.id) for prompt in self.prompts]
+        rows = replies.differences(self.subject.loaded, self.prompts, self._plain_replies, own, law, seeds)
+        _, parted, ties = gates.partings(rows)
+        return _proof(parted - ties, 0)
+
+    def fixed_texts(self, control: Control) -> Significance:
+        """The largest difference of a log-probability; beyond float32 the mean one."""
+        k, lanes = self.config.team.num_draft_tokens, self.config.texts.lanes
+        # of the verbs, only this one has a part in reading a text
+        verbs = Verbs(commit=control.verbs.commit)
+        own = texts.read_in_windows(
+            self.subject.loaded, self.chosen, lanes, num_draft_tokens=k, seed=seed_of(control.name), verbs=verbs
+        )
+        rows = texts.compare(self.chosen, self._plain_readings, own)
+        if self.exact:
+            return _proof(max(row["max_abs_diff"] for row in rows), TEXT_TOLERANCE)
+        total = math.fsum(row["sum_abs_diff"] for row in rows)
+        return _proof(total / sum(row["num_tokens"] for row in rows), float(LIMITS["fidelity_ceiling"]))
+
+    @cached_property
+    def _plain_replies(self) -> list[list[Reply]]:
+        return self.draw("stock", self.subject.law, 1, ("equal",))
+
+    @cached_property
+    def _plain_readings(self) -> list[Reading]:
+        return texts.read_plainly(self.subject.loaded, self.chosen, self.config.texts.lanes)
+
+
+def _proof(statistic: float, allowed: float) -> Significance:
+    """A test without chance."""
+    return Significance(float(statistic), 0.0 if statistic > allowed else 1.0)
