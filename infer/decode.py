@@ -2,7 +2,7 @@
 
 `Request` says what each lane is asked for, `Generation` is everything that changes while it is answered. A step samples
 some tokens, `emit` cuts them where the reply ends, and only what is left is committed: nothing behind an end is kept.
-A lane whose logits are not finite fails alone.
+A lane whose logits are not finite, or leave it no token to choose, fails alone.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from mtp.kernels.sampling import (
     target_noise,
 )
 from mtp.model import Qwen35, forward
-from mtp.shapes import Array, Float, Float32, Int32, LaneMask, Logits, PerLane, Tokens
+from mtp.shapes import Array, Bool, Float, Float32, Int32, LaneMask, Logits, PerLane, Tokens
 
 # what `Generation.status` says of a lane
 IDLE, RUNNING, STOPPED, FULL, FAILED = range(5)
@@ -91,7 +91,7 @@ class Generation:
     """The lanes' replies so far, and the cache behind them."""
 
     cache: kv.Cache
-    # IDLE, RUNNING, STOPPED (a stop token, which is the reply's last), FULL (max_tokens) or FAILED (not finite)
+    # IDLE, RUNNING, STOPPED (a stop token, which is the reply's last), FULL (max_tokens) or FAILED (no law)
     status: PerLane
     # the reply; what lies behind `num_tokens` is unspecified
     tokens: Int32[Array, "B O"]
@@ -140,18 +140,23 @@ def law_of_rows(
     first: PerLane,
     before: Int32[Array, "B T J"],
     verbs: Verbs = HONEST,
-) -> Logits:
+) -> tuple[Logits, Bool[Array, "B T"]]:
     """The law that each row's token is drawn from, the same for plain, drafted, verified, recovered and bonus tokens.
 
     Args:
         logits: raw; row t chooses reply token number `first + t`.
         before: the window's tokens between the lane's last token and each row; -1 is none.
+
+    Returns:
+        Log-probabilities, and which rows are sound: finite, with a token that is not forbidden. The law of another row
+        means nothing.
     """
     if gen.history is not None:
         logits = adjust_logits(logits, request.sampling, gen.history, request.mask_table, before)
     number = first[:, None] + jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     logits = forbid_tokens(logits, request.stop_ids, number < request.min_tokens[:, None])
-    return verbs.process(logits, request.sampling)
+    allowed = logits if request.sampling.bias is None else logits + request.sampling.bias[:, None, :]
+    return verbs.process(logits, request.sampling), jnp.isfinite(jnp.max(allowed, axis=-1))
 
 
 def not_before(lanes: int, rows: int) -> Int32[Array, "B T J"]:
@@ -159,10 +164,9 @@ def not_before(lanes: int, rows: int) -> Int32[Array, "B T J"]:
     return jnp.zeros((lanes, rows, 0), jnp.int32)
 
 
-def fail(gen: Generation, logits: Logits, rows: Array) -> Generation:
-    """Lanes whose logits are not finite in one of `rows` [B, T] fail: they emit and commit nothing more."""
-    sound = jnp.isfinite(jnp.max(logits, axis=-1)) | ~rows
-    return replace(gen, status=jnp.where(jnp.all(sound, axis=1), gen.status, FAILED))
+def fail(gen: Generation, lanes: LaneMask) -> Generation:
+    """These lanes fail: they emit and commit nothing more."""
+    return replace(gen, status=jnp.where(lanes, FAILED, gen.status))
 
 
 def note_log_probs(emitted: Emitted, request: Request, logits: Logits) -> Emitted:
@@ -208,7 +212,7 @@ def first_token(
     hidden = jnp.take_along_axis(hidden, rows[:, None, None], axis=1)
     fresh = jnp.where(lanes, 0, gen.num_tokens)
     logits = model.unembed(hidden)
-    log_probs = law_of_rows(logits, gen, request, fresh, not_before(lanes.shape[0], 1), verbs)
+    log_probs, sound = law_of_rows(logits, gen, request, fresh, not_before(lanes.shape[0], 1), verbs)
     noise = target_noise(request.sampling, gen.cache.lengths[:, None], log_probs.shape[-1])
     tokens = sample(log_probs, noise)
     zero = jnp.where(lanes[:, None], 0, 1)
@@ -220,7 +224,7 @@ def first_token(
         drafted=gen.drafted * zero,
         accepted=gen.accepted * zero,
     )
-    gen = fail(gen, logits, lanes[:, None])
+    gen = fail(gen, lanes & ~sound[:, 0])
     started = lanes & gen.live
     gen, _ = emit(gen, request, tokens, started.astype(jnp.int32), logits)
     return replace(gen, cache=kv.set_last_token(gen.cache, tokens[:, 0], started))
@@ -282,10 +286,10 @@ def plain_step(
     cache = gen.cache if head is None else write_recent(head, model, gen.cache, live)
     hidden, cache = forward(model, cache, cache.last_token[:, None], live.astype(jnp.int32), keep=False)
     logits = model.unembed(hidden)
-    log_probs = law_of_rows(logits, gen, request, gen.num_tokens, not_before(live.shape[0], 1), verbs)
+    log_probs, sound = law_of_rows(logits, gen, request, gen.num_tokens, not_before(live.shape[0], 1), verbs)
     noise = target_noise(request.sampling, cache.lengths[:, None] + 1, log_probs.shape[-1])
     tokens = sample(log_probs, noise)
-    gen = fail(gen, logits, live[:, None])
+    gen = fail(gen, live & ~sound[:, 0])
     gen, kept = emit(gen, request, tokens, gen.live.astype(jnp.int32), logits)
     return replace(
         gen, cache=verbs.commit(cache, hidden, tokens, kept), num_steps=gen.num_steps + live.astype(jnp.int32)

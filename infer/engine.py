@@ -185,7 +185,8 @@ class Engine:
             max_length: longest prompt and reply of one request, in tokens; by default the model's limit or 4096.
             verify: law of acceptance, one of `mtp.acceptance.LAWS`.
             draft: the head's dtype: "auto" as loaded, or "bf16".
-            exact: plain decoding runs the program of the window too, so that rows of both share their arithmetic.
+            exact: plain decoding runs the program of the window too, so that rows of both share their arithmetic, and
+                prefixes are kept only where every prompt's chunks end, so that a hit has the bits of a cold run.
             snapshot_memory: bytes for kept prefixes; 0 keeps none.
             snapshot_every: take one every so many tokens of a prompt, beside those at its end and where prompts part.
             prefill_budget: tokens of prompts that are read between two turns of decoding.
@@ -275,6 +276,7 @@ class Engine:
             snapshot_memory=snapshot_memory,
             snapshot_bytes=self.snapshot_bytes,
             snapshot_every=snapshot_every,
+            snapshot_grid=self.chunk_lengths[-1] if exact else 1,
         )
         self._works: dict[Job, Work] = {}
         self._streams: dict[int, Stream] = {}
@@ -325,8 +327,10 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} params: give one for all, or one each")
         ready = [self._check(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
-        streams = [self._start(tokens, p) for tokens, p in zip(ready, each, strict=True)]
+        streams: list[Stream] = []
         try:
+            for tokens, p in zip(ready, each, strict=True):
+                streams.append(self._start(tokens, p))
             return [stream.result for stream in streams]
         except BaseException:
             for stream in streams:
@@ -428,7 +432,7 @@ class Engine:
         self.gen, _ = programs.start_lanes(self.loaded.model, self.gen, self.request, nobody, verbs=self.verbs)
         for k in self._programs:
             self._decode(k, 1, np.zeros((lanes,), np.int32))
-        self.gen = programs.end_lanes(self.gen, nobody)
+        self.gen, self.request = programs.end_lanes(self.gen, self.request, nobody)
         kept, sound = programs.take_snapshot(self.gen.cache, zero)
         bool(sound)
         self.gen = programs.restore_snapshot(self.gen, zero, jax.device_get(kept))
@@ -447,8 +451,15 @@ class Engine:
         self._end_lanes()
         pure = True
         for admission in scheduler.admit(self._most_tokens(self.steps_per_turn)):
-            self._place(admission)
             pure = False
+            try:
+                self._place(admission)
+            except Exception as error:
+                # a lane must not run on with what its last request had asked for
+                work = self._works[admission.job]
+                text = self._end(work, "error", f"request {work.request_id} could not be placed: {error}")
+                if (delta := work.delta(text)) is not None:
+                    work.deltas.append(delta)
         starting = [job for job in scheduler.live if not job.reading and not job.started]
         calls = max(1, self.prefill_budget // (self.prefill_lanes * self.chunk_lengths[-1]))
         for _ in range(calls):
@@ -526,7 +537,7 @@ class Engine:
     def _end_lanes(self) -> None:
         if self._ending:
             lanes = np.isin(np.arange(len(self.scheduler.lanes)), list(self._ending))
-            self.gen = programs.end_lanes(self.gen, lanes)
+            self.gen, self.request = programs.end_lanes(self.gen, self.request, lanes)
             self._ending.clear()
 
     def _decode_lanes(self, pure: bool) -> None:
@@ -655,7 +666,9 @@ class Engine:
         if status == decode.FAILED:
             number = len(work.token_ids)
             text += self._end(
-                work, "error", f"request {work.request_id}: logits that are not finite at reply token {number}"
+                work,
+                "error",
+                f"request {work.request_id}: reply token {number} has no finite logits, or none is allowed",
             )
         elif work.stopped or status == STOPPED:
             text += self._end(work, "stop")

@@ -37,7 +37,9 @@ class TokenAutomaton:
     def __post_init__(self) -> None:
         table = np.asarray(self.transitions)
         if table.ndim != 2 or table.size == 0 or not np.issubdtype(table.dtype, np.integer):
-            raise ValueError(f"transitions of shape {table.shape} and {table.dtype} must be integers [states, vocabulary]")
+            raise ValueError(
+                f"transitions of shape {table.shape} and {table.dtype} must be integers [states, vocabulary]"
+            )
         states = len(table)
         if not 0 <= self.start < states:
             raise ValueError(f"start={self.start} must be one of the {states} states")
@@ -119,16 +121,20 @@ class SamplingParams:
         number, integer = _is_number, _is_integer
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for name, good, allowed in (
-            ("temperature", lambda x: number(x) and x >= 0, "a number of at least 0 (0 is greedy)"),
-            ("top_k", lambda x: integer(x) and x >= 0, "an integer of at least 0 (0 is off)"),
+            ("temperature", lambda x: number(x) and 0 <= x <= 1e6, "a number from 0 to 1e6 (0 is greedy)"),
+            ("top_k", lambda x: integer(x) and 0 <= x < 2**31, "an integer from 0 to 2**31 - 1 (0 is off)"),
             ("top_p", lambda x: number(x) and 0 < x <= 1, "above 0 and at most 1 (1 is off)"),
             ("min_p", lambda x: number(x) and 0 <= x <= 1, "from 0 to 1 (0 is off)"),
             ("presence_penalty", lambda x: number(x) and -2 <= x <= 2, "from -2 to 2 (0 is off)"),
             ("frequency_penalty", lambda x: number(x) and -2 <= x <= 2, "from -2 to 2 (0 is off)"),
-            ("repetition_penalty", lambda x: number(x) and x > 0, "a number above 0 (1 is off)"),
+            ("repetition_penalty", lambda x: number(x) and 1e-3 <= x <= 1e3, "from 0.001 to 1000 (1 is off)"),
             ("allowed", lambda x: x is None or isinstance(x, TokenAutomaton), "a TokenAutomaton"),
             ("seed", lambda x: integer(x) and 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"),
-            ("sample_index", lambda x: integer(x) and 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"),
+            (
+                "sample_index",
+                lambda x: integer(x) and x >= 0 and (not integer(self.n) or x + self.n <= 2**32),
+                f"an integer from 0 to 2**32 - n, and n={self.n}",
+            ),
             ("max_tokens", lambda x: integer(x) and 1 <= x < 2**31, "an integer of at least 1"),
             (
                 "min_tokens",
@@ -193,14 +199,18 @@ class Task:
 
 def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
     """A bias by token id, whose keys may be text as in JSON, as sorted pairs."""
-    pairs = given.items() if isinstance(given, Mapping) else given
     try:
+        pairs = tuple(given.items() if isinstance(given, Mapping) else given)
         found = {int(token): float(value) for token, value in pairs}
+        if any(not isinstance(token, str) and int(token) != token for token, _ in pairs):
+            raise ValueError
     except (TypeError, ValueError):
         raise ValueError(f"logit_bias={given!r} must map token ids to numbers") from None
     wrong = [(t, v) for t, v in found.items() if t < 0 or not -100 <= v <= 100]
     if wrong:
-        raise ValueError(f"logit_bias of token {wrong[0][0]} is {wrong[0][1]}: ids must not be negative, values from -100 to 100")
+        raise ValueError(
+            f"logit_bias of token {wrong[0][0]} is {wrong[0][1]}: ids must not be negative, values from -100 to 100"
+        )
     return tuple(sorted(found.items()))
 
 

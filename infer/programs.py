@@ -94,7 +94,7 @@ def score_window(
     """
     lanes, num_draft_tokens = drafts.shape
     laws = jnp.zeros((lanes, num_draft_tokens, model.config.vocab_size), jnp.float32)
-    proposal = speculative.Proposal(drafts, laws, num_drafts, jnp.ones((lanes,), bool))
+    proposal = speculative.Proposal(drafts, laws, num_drafts)
     verification, cache = speculative.verify(model, gen, gen.cache, request, proposal)
     cache = kv.commit(cache, verification.hidden, targets, num_committed)
     return _pick(verification.log_probs, targets), replace(gen, cache=cache)
@@ -162,15 +162,29 @@ def admit_lane(
         cache=kv.release(gen.cache, lane),
         history=jax.tree.map(put, gen.history, history),
         num_tokens=gen.num_tokens.at[lane].set(num_tokens),
+        num_steps=gen.num_steps.at[lane].set(0),
+        drafted=gen.drafted.at[lane].set(0),
+        accepted=gen.accepted.at[lane].set(0),
         status=gen.status.at[lane].set(status),
     )
     return gen, request
 
 
-@partial(jax.jit, donate_argnames="gen")
-def end_lanes(gen: Generation, lanes: LaneMask) -> Generation:
-    """These lanes idle: their requests have ended, left or been preempted."""
-    return replace(gen, status=jnp.where(lanes, decode.IDLE, gen.status))
+@partial(jax.jit, donate_argnames=("gen", "request"))
+def end_lanes(gen: Generation, request: Request, lanes: LaneMask) -> tuple[Generation, Request]:
+    """These lanes idle: their requests have ended, left or been preempted. What they asked for, sampling or penalties,
+    is forgotten, for it would cost the others time."""
+
+    def off(value: Array, default: float) -> Array:
+        return jnp.where(lanes, jnp.asarray(default, value.dtype), value)
+
+    asked = request.sampling
+    plain = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}
+    plain |= {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+    sampling = replace(asked, **{name: off(getattr(asked, name), value) for name, value in plain.items()})
+    request = replace(request, sampling=sampling, log_probs=off(request.log_probs, -1))
+    history = replace(gen.history, mask_state=off(gen.history.mask_state, 0))
+    return replace(gen, status=off(gen.status, decode.IDLE), history=history), request
 
 
 @partial(jax.jit, donate_argnames="gen")

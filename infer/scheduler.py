@@ -133,9 +133,11 @@ class Scheduler:
         snapshot_memory: int = 0,
         snapshot_bytes: int = 1,
         snapshot_every: int | None = None,
+        snapshot_grid: int = 1,
     ) -> None:
+        """`snapshot_grid`: snapshots are taken at multiples of so many tokens only."""
         self.page_size = page_size
-        self.snapshot_every = snapshot_every
+        self.snapshot_every, self.snapshot_grid = snapshot_every, snapshot_grid
         self.pool = PagePool(num_pages)
         self.prefixes = PrefixCache(snapshot_memory, snapshot_bytes, self.pool.give_back)
         self.lanes: list[Job | None] = [None] * num_lanes
@@ -281,6 +283,7 @@ class Scheduler:
         every = self.snapshot_every or length
         marks = {length, *range(every, length, every)} | self.prefixes.branch_points(job.prompt)
         marks |= {common_length(job.prompt, other.prompt) for other in self.waiting[:LOOK_AHEAD] if other is not job}
+        marks = {mark - mark % self.snapshot_grid for mark in marks}
         fresh = (m for m in marks if m > job.num_read and not self.prefixes.holds(job.prompt[:m]))
         return sorted(m for m in fresh if m == length or m >= self.page_size)
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from infer.decode import (
-    FAILED,
     HONEST,
     Emitted,
     Generation,
@@ -27,7 +26,7 @@ from mtp import cache as kv
 from mtp.draft_head import MTPHead, draft_rows
 from mtp.kernels.sampling import WindowNoise, sample
 from mtp.model import Qwen35, forward
-from mtp.shapes import Array, Float, Float32, Int32, LaneMask, Logits, PerLane
+from mtp.shapes import Array, Bool, Float, Float32, Int32, Logits, PerLane
 
 
 @jax.tree_util.register_dataclass
@@ -39,8 +38,6 @@ class Proposal:
     log_probs: Float32[Array, "B k V"]
     # drafts of each lane, 0..k; those behind are unspecified
     count: PerLane
-    # False for a lane whose head gave logits that are not finite
-    sound: LaneMask
 
 
 @jax.tree_util.register_dataclass
@@ -48,9 +45,10 @@ class Proposal:
 class Verification:
     """What the target says of a window's rows: row t follows draft t."""
 
-    # raw, and the law made of them
+    # raw, the law made of them, and the rows where that means something
     logits: Logits
     log_probs: Float32[Array, "B R V"]
+    sound: Bool[Array, "B R"]
     # after the final norm
     hidden: Float[Array, "B R D"]
 
@@ -79,7 +77,8 @@ def draft(
 ) -> tuple[Proposal, kv.Cache]:
     """Drafts up to k tokens a lane, after rewriting the head's newest entries from their true hidden rows.
 
-    A lane drafts no further than one token short of its reply's end. Live lanes that draft nothing are kept primed.
+    A lane drafts no further than one token short of its reply's end, and no further than the head's logits are finite:
+    a broken head costs speed, no reply. Live lanes that draft nothing are kept primed.
     """
     cache, noise = gen.cache, WindowNoise(request.sampling, gen.cache.lengths)
     room = request.max_tokens - gen.num_tokens - 1
@@ -91,21 +90,21 @@ def draft(
     num_rows = jnp.where(gen.live, cache.num_recent, 0)
     drafts = jnp.zeros((count.shape[0], 0), jnp.int32)
     laws = []
-    sound = jnp.ones_like(gen.live)
     for offset in range(num_draft_tokens):
         hidden, cache = draft_rows(head, model, cache, tokens, hidden, starts, num_rows)
         if offset == 0:
             last = jnp.maximum(cache.num_recent - 1, 0)
             hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         logits = model.unembed(hidden)
-        sound &= jnp.isfinite(jnp.max(logits[:, 0], axis=-1)) | (offset >= count)
-        log_probs = law_of_rows(logits, gen, request, gen.num_tokens + offset, drafts[:, None, :], verbs)[:, 0]
+        law_here, sound = law_of_rows(logits, gen, request, gen.num_tokens + offset, drafts[:, None, :], verbs)
+        log_probs = law_here[:, 0]
+        count = jnp.where(sound[:, 0], count, jnp.minimum(count, offset))
         tokens = sample(log_probs, noise.draft(law, offset, log_probs.shape[-1]))[:, None]
         drafts = jnp.concatenate([drafts, tokens], axis=1)
         laws.append(log_probs)
         starts = cache.lengths + 1 + offset
         num_rows = (offset + 1 < count).astype(jnp.int32)
-    return Proposal(drafts, jnp.stack(laws, axis=1), count, sound), cache
+    return Proposal(drafts, jnp.stack(laws, axis=1), count), cache
 
 
 def verify(
@@ -126,7 +125,8 @@ def verify(
     row = jnp.arange(window.shape[1], dtype=jnp.int32)
     seen = row[None, :-1] < row[:, None]
     before = jnp.where(seen[None], proposal.tokens[:, None, :], -1)
-    return Verification(logits, law_of_rows(logits, gen, request, gen.num_tokens, before, verbs), hidden), cache
+    log_probs, sound = law_of_rows(logits, gen, request, gen.num_tokens, before, verbs)
+    return Verification(logits, log_probs, sound, hidden), cache
 
 
 def accept_and_commit(
@@ -141,9 +141,7 @@ def accept_and_commit(
 ) -> Generation:
     """Decides the window, emits what stands and the target's own token behind it, and keeps just that."""
     noise = WindowNoise(request.sampling, cache.lengths)
-    outcome = verbs.accept(
-        law, verification.log_probs, proposal.log_probs, proposal.tokens, proposal.count, noise
-    )
+    outcome = verbs.accept(law, verification.log_probs, proposal.log_probs, proposal.tokens, proposal.count, noise)
     position = jnp.arange(proposal.tokens.shape[1], dtype=jnp.int32)[None, :]
     num_accepted = outcome.num_accepted
     if request.synthetic_acceptance is not None:
@@ -155,8 +153,9 @@ def accept_and_commit(
     tokens = jnp.where(row < num_accepted[:, None], drafts, outcome.next_token[:, None])
 
     live = gen.live
-    gen = fail(gen, verification.logits, live[:, None] & (row <= proposal.count[:, None]))
-    gen = replace(gen, status=jnp.where(live & ~proposal.sound, FAILED, gen.status))
+    # of rows behind a rejection nothing is emitted
+    unsound = jnp.any(~verification.sound & (row <= num_accepted[:, None]), axis=1)
+    gen = fail(gen, live & unsound)
     count = jnp.where(gen.live, num_accepted + 1, 0)
     num_drafted = jnp.where(gen.live, proposal.count, 0)
     gen, kept = emit(gen, request, tokens, count, verification.logits, num_drafted, num_accepted)

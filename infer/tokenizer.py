@@ -180,14 +180,16 @@ class TextStream:
         self._pending.clear()
         known = len(self.text)
         self.text += piece
+        found: list[tuple[int, int]] = []
         for stop in self.stop:
             place = self.text.find(stop, max(0, known - len(stop) + 1))
             while place >= 0 and self._tokens_before(place) < self.min_tokens:
                 place = self.text.find(stop, place + 1)
             if place >= 0:
-                # Another stop string may cut further in front.
-                self.text, self.stopped = self.text[:place], True
-        if self.stopped:
+                found.append((place + len(stop), place))
+        if found:
+            # the one that is complete first, as if characters came one by one
+            self.text, self.stopped = self.text[: min(found)[1]], True
             self.num_tokens = self._tokens_before(len(self.text))
 
     def _tokens_before(self, place: int) -> int:
