@@ -170,7 +170,7 @@ def fail(gen: Generation, lanes: LaneMask) -> Generation:
 
 
 def note_log_probs(emitted: Emitted, request: Request, logits: Logits) -> Emitted:
-    """Fills in the log-probabilities that lanes ask for, from the raw logits [B, T, V] that the tokens were chosen from."""
+    """Fills in the log-probabilities that lanes ask for, from the raw logits that the tokens were chosen from."""
     rows, (all_rows, top) = logits.shape[1], emitted.top_tokens.shape[1:]
 
     def own() -> tuple[Array, Array]:

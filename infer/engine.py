@@ -861,7 +861,7 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("this engine has no tokenizer: give the prompt as token ids")
             return self.tokenizer.encode(prompt if isinstance(prompt, str) else self.tokenizer.chat_prompt(prompt))
-        return [int(token) for token in prompt]
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     def _start(self, tokens: list[int], params: SamplingParams) -> Stream:
         """Puts a request that has been checked in line."""

@@ -4,6 +4,7 @@
     python -m infer.judge run --model demo --workloads busy --passes 1 --append record.json
     python -m infer.judge score record.json
     python -m infer.judge score record.json --rule reference
+    python -m infer.judge report record.json --out report.html
 
 `run` measures both arms, writes the record and judges it; the sample's cost is announced before it is drawn. `score`
 computes every figure and verdict anew from what was counted and timed. Tables go to stderr; the last stdout
@@ -58,6 +59,24 @@ def _run(args: argparse.Namespace) -> int:
     from infer.judge import run
 
     found, verdict = run.run(args)
+    return _conclude(found, verdict, args.rule)
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Of `report`."""
+    add_score_options(parser)
+    parser.add_argument("--out", type=Path, help="HTML file to write (default: the record's name with .html)")
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """The command `report`: writes the page and judges the record like `score`."""
+    from infer.judge import gates, record, report
+
+    found = record.load(args.record)
+    verdict = gates.judge(found, args.rule)
+    out = args.out or args.record.with_suffix(".html")
+    out.write_text(report.page(found, verdict.checks, args.rule), encoding="utf-8")
+    print(f"{out}: {out.stat().st_size:,} bytes", file=sys.stderr)
     return _conclude(found, verdict, args.rule)
 
 
@@ -125,6 +144,7 @@ COMMANDS = {
     # what `run` starts for each arm
     "memory": Command(None, options.add_memory_options, _run_memory),
     "score": Command("judge a record anew from its raw figures", add_score_options, run_score),
+    "report": Command("write a record as one HTML page, and judge it", add_report_options, run_report),
 }
 
 

@@ -90,28 +90,33 @@ def accept_with_shared_coins(
     num_drafts: PerLane,
     noise: WindowNoise,
 ) -> Acceptance:
-    """`mtp.acceptance.accept`, but coins are keyed so coarsely that neighbouring windows toss the same ones."""
-    return accept(law, target_log_probs, draft_log_probs, drafts, num_drafts, _SharedCoins(noise))
+    """`mtp.acceptance.accept`, but its noise is keyed so coarsely that neighbouring windows toss the same coins, and
+    recover from a rejection at the same row with the same noise."""
+    return accept(law, target_log_probs, draft_log_probs, drafts, num_drafts, _SharedNoise(noise))
 
 
 @dataclass(frozen=True)
-class _SharedCoins:
-    """The noise of a window, its coins apart."""
+class _SharedNoise:
+    """The noise of a window, except that what its acceptance looks at does not know where the window starts."""
 
     inner: WindowNoise
 
     def coins(self, num_draft_tokens: int) -> Float32[Array, "B k"]:
         """The same for all windows that start within `SHARED_POSITIONS`."""
-        coarse = self.inner.position // SHARED_POSITIONS * SHARED_POSITIONS
-        return replace(self.inner, position=coarse).coins(num_draft_tokens)
+        return replace(self.inner, position=self._coarse).coins(num_draft_tokens)
 
     def target(self, num_rows: int, vocab_size: int) -> Float32[Array, "B R V"]:
         """As it should be."""
         return self.inner.target(num_rows, vocab_size)
 
     def next_token(self, row: PerLane, recovered: Array, vocab_size: int) -> Float32[Array, "B V"]:
-        """As it should be."""
-        return self.inner.next_token(row, recovered, vocab_size)
+        """As it should be for a bonus token."""
+        position = jnp.where(recovered, self._coarse, self.inner.position)
+        return replace(self.inner, position=position).next_token(row, recovered, vocab_size)
+
+    @property
+    def _coarse(self) -> PerLane:
+        return self.inner.position // SHARED_POSITIONS * SHARED_POSITIONS
 
 
 @dataclass(frozen=True)

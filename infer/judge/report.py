@@ -6,7 +6,7 @@ functions at the end; whatever the record lacks is said to be not measured.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -20,7 +20,8 @@ STYLE = """
 :root { --ink: #1b1f24; --soft: #5b6470; --line: #d5dae0; --paper: #ffffff; --panel: #f5f7f9; --good: #1a7f4b;
   --bad: #c0362c; --open: #a66300; --one: #2166ac; --two: #b35806; --band: #d9e8d9; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa4b0; --line: #353c45; --paper: #14171b;
-  --panel: #1d2127; --good: #5cc98c; --bad: #ff8a80; --open: #f0b45a; --one: #7db4ea; --two: #f0a35e; --band: #24382a; } }
+  --panel: #1d2127; --good: #5cc98c; --bad: #ff8a80; --open: #f0b45a; --one: #7db4ea; --two: #f0a35e;
+  --band: #24382a; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; color: var(--ink);
   background: var(--paper); }
@@ -28,13 +29,15 @@ h1 { font-size: 1.3rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2re
 p { margin: .4rem 0; } .soft, figcaption { color: var(--soft); font-size: .9rem; }
 .verdict { border-left: .5rem solid; padding: .6rem 1rem; background: var(--panel); margin: 1rem 0; }
 .score { font-size: 2.6rem; font-weight: 700; line-height: 1.1; }
-.pass { color: var(--good); } .fail { color: var(--bad); } .undecided { color: var(--open); } .n-a { color: var(--soft); }
+.pass { color: var(--good); } .fail { color: var(--bad); }
+.undecided { color: var(--open); } .n-a { color: var(--soft); }
 .banner { background: var(--open); color: #fff; padding: .6rem 1rem; font-weight: 600; margin: 1rem 0; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; min-width: 52rem;
+  font-size: .92rem; }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 figure { margin: .8rem 0; } svg { display: block; width: 100%; height: auto; max-width: 44rem; }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .soft { fill: var(--soft); }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .soft { fill: var(--soft); font-size: 12px; }
 pre { overflow: auto; max-height: 30rem; background: var(--panel); padding: .6rem; font-size: .8rem; }
 """
 
@@ -72,11 +75,11 @@ def page(record: Record, checks: Sequence[Check], rule: str) -> str:
 
 
 HOW_TO_READ = (
-    "<p>The <em>stock</em> arm decodes plainly, the <em>candidate</em> drafts and verifies; both have the same weights, "
-    "requests and pool. SpecScore is the geometric mean of three workloads' ratios of output tokens a second, each the "
-    "median of its passes. A gate of the rule <em>reference</em> fails only if its whole 95 % interval lies outside the "
-    "bound; under <em>strict</em> the whole interval must lie inside, and what the sample was too small to decide is "
-    "not passed. <em>Power</em> is the chance that a lossless candidate passes the gate with a sample of this size. "
+    "<p>The <em>stock</em> arm decodes plainly, the <em>candidate</em> drafts and verifies; both have the same "
+    "weights, requests and pool. SpecScore is the geometric mean of three workloads' ratios of output tokens a second, "
+    "each the median of its passes. A gate of the rule <em>reference</em> fails only if its whole 95 % interval lies "
+    "outside the bound; under <em>strict</em> the whole interval must lie inside, and what the sample was too small to "
+    "decide is not passed. <em>Power</em> is the chance that a lossless candidate passes with a sample of this size. "
     "Negative controls are candidates that are wrong on purpose: tests that do not catch them prove nothing.</p>"
 )
 
@@ -108,7 +111,8 @@ def _verdict(record: Record, checks: Sequence[Check], rule: str) -> str:
     return (
         f'<div class="verdict {verdict}"><div class="score">{big}</div>'
         f"<p><strong>{WORDS[verdict].capitalize()}</strong> under the rule {escape(rule)}{because}.</p>"
-        f'<p class="soft">SpecScore by the {escape(str(clock))} clock, first submission to last token.{beside}</p></div>'
+        f'<p class="soft">SpecScore by the {escape(str(clock))} clock, first submission to last token.{beside}</p>'
+        "</div>"
     )
 
 
@@ -136,9 +140,7 @@ def _banner(record: Record) -> str:
         said.append("Random weights: speed only, the text means nothing.")
     if synthetic:
         lengths = ", ".join(str(x) for x in synthetic)
-        said.append(
-            f"Synthetic acceptance ({lengths} tokens a step): drafts stood by chance, not because they were right."
-        )
+        said.append(f"Synthetic acceptance ({lengths} tokens a step): drafts stood by chance, right or wrong.")
     return f'<div class="banner">{escape(" ".join(said))}</div>' if said else ""
 
 
@@ -146,46 +148,46 @@ def _checks(checks: Sequence[Check]) -> str:
     rows = [
         (
             check.name,
-            check.measured,
+            "-" if check.measured is None else f"{check.measured:.5g}",
             check.limit,
             f'<span class="{check.verdict}">{WORDS[check.verdict]}</span>',
-            check.reason or "",
+            check.reason,
             "" if check.power is None else f"{100 * check.power:.0f} %",
         )
         for check in checks
     ]
-    return _table(("check", "measured", "limit", "verdict", "reason", "power"), rows, html_columns={3}, numbers={5})
+    return _table(("check", "measured", "limit", "verdict", "reason", "power"), rows, html_columns={3}, numbers={1, 5})
 
 
 def _intervals(record: Record) -> str:
     limits = record.get("limits") or {}
-    bars: list[tuple[str, float, float, float, float, float]] = []
+    bars: list[tuple[str, float, float, float, float]] = []
     for name, key, bound in (
         ("likelihood", "likelihood", "likelihood_bound"),
         ("first choice", "argmax", "argmax_bound"),
     ):
         found, limit = record.get(key), limits.get(bound)
         if found and limit and found.get("se") is not None:
-            bars.append((f"{name}, gap", found["gap"], 1.96 * found["se"], 0.0, limit, 4.0 * limit))
+            bars.append((f"{name}, gap", found["gap"], 1.96 * found["se"], 0.0, limit))
     for name, found in (record.get("lengths") or {}).items():
         limit = limits.get("length_margin")
         if found and limit and found.get("low") is not None:
             half = (found["high"] - found["low"]) / 2
-            bars.append((f"length ratio, {name}", found["ratio"], half, 1.0, limit, 10 * limit))
+            bars.append((f"length ratio, {name}", found["ratio"], half, 1.0, limit))
     if not bars:
         return ""
     height = 34 * len(bars) + 8
     lines = []
-    for row, (name, middle, half, centre, limit, reach) in enumerate(bars):
+    for row, (name, middle, half, centre, limit) in enumerate(bars):
         y = 34 * row + 22
-        reach = max(reach, 1.1 * (abs(middle - centre) + half))
+        reach = max(1.5 * limit, 1.1 * (abs(middle - centre) + half))
 
         def x(value: float, centre: float = centre, reach: float = reach) -> float:
             return 400 + 220 * (value - centre) / reach
 
         lines.append(f'<text x="0" y="{y + 4}">{escape(name)}</text>')
         lines.append(
-            f'<rect x="{x(centre - limit):.1f}" y="{y - 11}" width="{x(centre + limit) - x(centre - limit):.1f}" height="22" '
+            f'<rect x="{x(centre - limit):.1f}" y="{y - 11}" width="{2 * (x(centre + limit) - 400):.1f}" height="22" '
             f'fill="var(--band)"><title>bound: {centre:g} ± {limit:g}</title></rect>'
         )
         lines.append(
@@ -232,14 +234,11 @@ def _workloads(record: Record) -> str:
     )
     table = _table(titles, rows, numbers={1, 3, 4, 5, 6})
     dots = [(name, ratios[name]["passes"], ratios[name]["ratio"]) for name in WORKLOADS if name in ratios]
-    return (
-        _dots(dots)
-        + table
-        + (
-            '<p class="soft">The last column is what a plain step takes over what its bytes take at the memory\'s speed: a slow '
-            "baseline would flatter the ratio.</p>"
-        )
+    note = (
+        "The last column is what a plain step takes over what its bytes take at the memory's speed: a slow baseline "
+        "would flatter the ratio."
     )
+    return f'{_dots(dots)}{table}<p class="soft">{note}</p>'
 
 
 def _by_position(record: Record) -> str:
@@ -252,7 +251,7 @@ def _by_position(record: Record) -> str:
             series.append((name, rates))
     if not series:
         return ""
-    return _lines(series, "position in the window", "share accepted", top=1.0, whole_x=True)
+    return _lines(series, "position in the window", "share accepted", top=1.0)
 
 
 def _by_context(record: Record) -> str:
@@ -277,7 +276,7 @@ def _fill(record: Record) -> str:
         if number == 0:
             series = [(arm, [tuple(point) for point in one[arm].get("fill") or []]) for arm in ("stock", "candidate")]
     series = [(name, points) for name, points in series if len(points) > 1]
-    return _lines(series, "seconds (first pass)", "share of the pool in use", top=1.0) if series else ""
+    return _lines(series, "seconds (first pass)", "share of the pool in use", top=1.0, marked=False) if series else ""
 
 
 def _speed_model(record: Record) -> str:
@@ -304,10 +303,8 @@ def _speed_model(record: Record) -> str:
     if not rows:
         return ""
     titles = ("workload", "plain step, ms", "speculative step, ms", "cost", "length", "length / cost", "measured")
-    return _table(titles, rows, numbers=set(range(1, 7))) + (
-        '<p class="soft">Length over cost is the speed-up while every lane decodes; the measured ratio has prefill in it as well.'
-        "</p>"
-    )
+    note = "Length over cost is the speed-up while every lane decodes; the measured ratio has prefill in it as well."
+    return f'{_table(titles, rows, numbers=range(1, 7))}<p class="soft">{note}</p>'
 
 
 def _controls(record: Record) -> str:
@@ -350,7 +347,7 @@ def _martingale(record: Record) -> str:
 
 def _raw(record: Record) -> str:
     text = json.dumps(record, indent=1, allow_nan=False)
-    inert = text.replace("</", "<\\/")
+    inert = text.replace("<", "\\u003c")
     return (
         f"<details><summary>JSON, {len(text):,} characters</summary><pre>{escape(text)}</pre></details>"
         f'<script type="application/json" id="record">{inert}</script>'
@@ -377,8 +374,8 @@ def _table(
     titles: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    numbers: set[int] = frozenset(),  # type: ignore[assignment]
-    html_columns: set[int] = frozenset(),  # type: ignore[assignment]
+    numbers: Collection[int] = (),
+    html_columns: Collection[int] = (),
 ) -> str:
     def cell(tag: str, column: int, text: str) -> str:
         kind = ' class="number"' if column in numbers else ""
@@ -406,7 +403,8 @@ def _dots(rows: Sequence[tuple[str, Sequence[float], float]]) -> str:
         return 70 + 540 * value / top
 
     parts = [
-        f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="4" y2="{height - 24}" stroke="var(--soft)" stroke-dasharray="4 3"></line>',
+        f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="4" y2="{height - 24}" stroke="var(--soft)" stroke-dasharray="4 3">'
+        "</line>",
         f'<text class="soft" x="{x(1):.1f}" y="{height - 8}" text-anchor="middle">1.0: as fast as stock</text>',
     ]
     for row, (name, values, middle) in enumerate(rows):
@@ -414,7 +412,8 @@ def _dots(rows: Sequence[tuple[str, Sequence[float], float]]) -> str:
         parts.append(f'<text x="0" y="{y + 4}">{escape(name)}</text>')
         parts.append(f'<rect x="{x(middle) - 1.5:.1f}" y="{y - 13}" width="3" height="26" fill="var(--two)"></rect>')
         parts += [
-            f'<circle cx="{x(value):.1f}" cy="{y}" r="5" fill="var(--one)" fill-opacity="0.7"><title>{value:.3f}</title></circle>'
+            f'<circle cx="{x(value):.1f}" cy="{y}" r="5" fill="var(--one)" fill-opacity="0.7">'
+            f"<title>{value:.3f}</title></circle>"
             for value in values
         ]
     caption = "Speed-up of each pass (dots) and their median (bar)."
@@ -427,10 +426,10 @@ def _lines(
     y_title: str,
     *,
     top: float | None = None,
-    whole_x: bool = False,
+    marked: bool = True,
     label: Callable[[float], str] = lambda x: f"{x:g}",
 ) -> str:
-    """Lines with points, an axis from 0 to `top`, and a legend."""
+    """Lines, an axis from 0 to `top`, and a legend; `marked` shows each point, and its x on the axis."""
     xs = sorted({x for _, points in series for x, _ in points})
     low, high = xs[0], xs[-1]
     top = top or 1.15 * max(y for _, points in series for _, y in points)
@@ -444,15 +443,15 @@ def _lines(
         y = place(low, value)[1]
         parts.append(f'<line x1="60" x2="620" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"></line>')
         parts.append(f'<text class="soft" x="52" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
-    ticks = xs if whole_x or len(xs) <= 8 else [low + (high - low) * i / 5 for i in range(6)]
+    ticks = xs if marked else [low + (high - low) * i / 5 for i in range(6)]
     for tick in ticks:
-        text = label(tick) if whole_x or len(xs) <= 8 else f"{tick:.1f}"
+        text = label(tick) if marked else f"{tick:.1f}"
         parts.append(f'<text class="soft" x="{place(tick, 0)[0]:.1f}" y="218" text-anchor="middle">{text}</text>')
     for number, (name, points) in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
         path = " ".join(f"{place(x, y)[0]:.1f},{place(x, y)[1]:.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"></polyline>')
-        if len(points) <= 12:
+        if marked:
             parts += [
                 f'<circle cx="{place(x, y)[0]:.1f}" cy="{place(x, y)[1]:.1f}" r="4" fill="{colour}">'
                 f"<title>{escape(name)}, {label(x)}: {y:.3f}</title></circle>"
