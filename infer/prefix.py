@@ -79,11 +79,12 @@ class PrefixCache:
         """Lengths at which the prompt parts from a prefix that is kept: worth a snapshot, for it came up twice."""
         return {common_length(prompt, entry.tokens) for entry in self._entries.values()}
 
-    def evict(self) -> bool:
-        """Drops the least recently used entry; False if there is none."""
-        if not self._entries:
+    def evict(self, keep: Entry | None = None) -> bool:
+        """Drops the least recently used entry, `keep` apart; False if there is none."""
+        others = [entry for entry in self._entries.values() if entry is not keep]
+        if not others:
             return False
-        self.drop(min(self._entries.values(), key=lambda entry: entry.last_used))
+        self.drop(min(others, key=lambda entry: entry.last_used))
         return True
 
     def drop(self, entry: Entry) -> None:

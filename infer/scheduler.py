@@ -261,11 +261,15 @@ class Scheduler:
         self.pool.share(source)
         # a page beside for every live job, or a crowd would be admitted only to be preempted
         spare = sum(job is not None for job in self.lanes)
-        while (fits := self.pool.free >= total - len(shared) + spare) is False and self.prefixes.evict():
+        while (fits := self.pool.free >= total - len(shared) + spare) is False and self.prefixes.evict(keep=entry):
             pass
         if not fits:
             self.pool.give_back(shared + source)
-            return None
+            if entry is None or spare:
+                return None
+            # alone, and the prefix's own last page is in the way
+            self.prefixes.drop(entry)
+            return self._place(job, room)
         job.pages = shared + self.pool.take(total - len(shared))
         self.pool.give_back(source)
         job.lane = self.lanes.index(None)

@@ -153,12 +153,13 @@ def accept_and_commit(
     tokens = jnp.where(row < num_accepted[:, None], drafts, outcome.next_token[:, None])
 
     live = gen.live
-    # of rows behind a rejection nothing is emitted
-    unsound = jnp.any(~verification.sound & (row <= num_accepted[:, None]), axis=1)
-    gen = fail(gen, live & unsound)
-    count = jnp.where(gen.live, num_accepted + 1, 0)
-    num_drafted = jnp.where(gen.live, proposal.count, 0)
+    # the first row that chooses a token and has no law: what comes before it stands, as in plain decoding
+    unsound = ~verification.sound & (row <= num_accepted[:, None])
+    first_unsound = jnp.min(jnp.where(unsound, row, row.shape[1]), axis=1)
+    count = jnp.where(live, jnp.minimum(num_accepted + 1, first_unsound), 0)
+    num_drafted = jnp.where(live, proposal.count, 0)
     gen, kept = emit(gen, request, tokens, count, verification.logits, num_drafted, num_accepted)
+    gen = fail(gen, gen.live & (first_unsound <= num_accepted))
 
     drafted = position < num_drafted[:, None]
     accepted = position < gen.emitted.num_accepted[:, None]

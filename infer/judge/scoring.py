@@ -5,6 +5,7 @@
 it back.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from jax import lax
 from infer import speculative
 from infer.decode import HONEST, Generation, Request, Verbs
 from mtp import cache as kv
-from mtp.draft_head import prefill
+from mtp.draft_head import MTPHead, draft_rows, prefill
 from mtp.kernels.sampling import Sampling, process_logits
 from mtp.model import Qwen35
 from mtp.shapes import Array, Bool, Float, Float32, Int32, PerLane, Tokens
@@ -48,6 +49,19 @@ class TokenScores:
     mass: Float32[Array, "B T"]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftScores:
+    """Whether each token is one that the head would draft too often, less the chance of that, and the variance.
+
+    The head's law is that of a window that starts at the token. A draft that stands is any token, one that follows a
+    rejection never is of this kind, so the sum shows what acceptance does to the law.
+    """
+
+    excess: Float32[Array, "B T"]
+    variance: Float32[Array, "B T"]
+
+
 @partial(jax.jit, donate_argnames="cache")
 def judge_chunk(
     model: Qwen35, cache: kv.Cache, tokens: Tokens, num_tokens: PerLane, targets: Tokens, sampling: Sampling
@@ -57,17 +71,45 @@ def judge_chunk(
     Logits are made for `BLOCK` rows at a time, which must divide the chunk.
     """
     hidden, cache = prefill(model, None, cache, tokens, num_tokens)
-    lanes, rows = tokens.shape
+    return _by_blocks(lambda rows, own: score_tokens(model.unembed(rows), own, sampling), hidden, targets), cache
+
+
+@partial(jax.jit, donate_argnames="cache")
+def judge_drafts(
+    model: Qwen35,
+    head: MTPHead,
+    cache: kv.Cache,
+    tokens: Tokens,
+    num_tokens: PerLane,
+    targets: Tokens,
+    sampling: Sampling,
+) -> tuple[DraftScores, kv.Cache]:
+    """Compares `targets`, the token behind each row of a chunk, with what the head would have drafted, and the cache
+    after the chunk. The first row of a chunk, whose draft comes from the row before, is left at 0."""
+    hidden, after = prefill(model, head, cache, tokens, num_tokens)
+    drafting, _ = draft_rows(head, model, after, targets, hidden, cache.lengths + 1, num_tokens)
+    drafting = jnp.pad(drafting[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+    def compare(rows: Array, drafting: Array, own: Array) -> DraftScores:
+        law, draft_law = (process_logits(model.unembed(x), sampling) for x in (rows, drafting))
+        often = draft_law > law
+        chance = jnp.sum(jnp.where(often, jnp.exp(law), 0.0), axis=-1)
+        is_one = jnp.take_along_axis(often, own[:, :, None], axis=-1)[:, :, 0]
+        return DraftScores(is_one.astype(jnp.float32) - chance, chance * (1.0 - chance))
+
+    scores = _by_blocks(compare, hidden, drafting, targets)
+    return jax.tree.map(lambda x: x.at[:, 0].set(0.0), scores), after
+
+
+def _by_blocks[S](score: Callable[..., S], *rows: Array) -> S:
+    """Scores [B, T] of rows, a few at a time."""
+    lanes, size = rows[0].shape[:2]
 
     def blocks(x: Array) -> Array:
-        parts = x.reshape(lanes, rows // BLOCK, BLOCK, *x.shape[2:])
-        return jnp.moveaxis(parts, 1, 0)
+        return jnp.moveaxis(x.reshape(lanes, size // BLOCK, BLOCK, *x.shape[2:]), 1, 0)
 
-    def score(block: tuple[Array, Array]) -> TokenScores:
-        return score_tokens(model.unembed(block[0]), block[1], sampling)
-
-    scores = lax.map(score, (blocks(hidden), blocks(targets)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(lanes, rows), scores), cache
+    scores = lax.map(lambda block: score(*block), tuple(blocks(x) for x in rows))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(lanes, size), scores)
 
 
 def score_tokens(logits: Float[Array, "B T V"], tokens: Tokens, sampling: Sampling) -> TokenScores:

@@ -22,8 +22,9 @@ def paged_attention(
     """Row t of a lane attends to cache indices `first .. starts + t`; query head n reads KV head n // (N // K).
 
     Scores and softmax are float32, the scale is H ** -0.5. The lane's own entries end before `starts + num_rows`; what
-    lies behind that in its pages (another request's leftovers, maybe NaN) is never multiplied in. Rows at or behind
-    `num_rows` return unspecified finite numbers as long as the lane's own entries are finite.
+    lies behind that in its pages (another request's leftovers, maybe NaN) is never multiplied in. A row is NaN if an
+    entry that it attends to is not finite; one behind it, such as a draft that will be rejected, leaves it alone. Rows
+    at or behind `num_rows` return unspecified numbers.
     """
     batch, rows, heads, dim = queries.shape
     groups = keys.shape[2]
@@ -33,7 +34,8 @@ def paged_attention(
     index = jnp.arange(lane_keys.shape[1], dtype=jnp.int32)
 
     own = (index[None, :] >= first) & (index[None, :] < (starts + num_rows)[:, None])
-    lane_values = jnp.where(own[:, :, None, None], lane_values, jnp.zeros((), lane_values.dtype))
+    finite = jnp.all(jnp.isfinite(lane_values), axis=(2, 3))
+    lane_values = jnp.where((own & finite)[:, :, None, None], lane_values, jnp.zeros((), lane_values.dtype))
     grouped = queries.reshape(batch, rows, groups, heads // groups, dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, lane_keys, precision=exact, preferred_element_type=jnp.float32)
     bound = starts[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
@@ -41,4 +43,7 @@ def paged_attention(
     scores = jnp.where(seen[:, None, None], scores * dim**-0.5, jnp.float32(-1e30))
     weights = jax.nn.softmax(scores, axis=-1).astype(queries.dtype)
     mixed = jnp.einsum("bkgts,bskh->btkgh", weights, lane_values, precision=exact)
+    # a weight of 0 times NaN would be NaN: what is not finite is left out above, and told here to those who see it
+    broken = jnp.any(seen & ~finite[:, None, :], axis=-1)
+    mixed = jnp.where(broken[:, :, None, None, None], jnp.nan, mixed)
     return mixed.reshape(batch, rows, heads, dim).astype(queries.dtype)

@@ -84,9 +84,7 @@ class History:
     mask_state: PerLane  # row of the mask table that the next token has to obey; row 0 allows everything
 
 
-def remember(
-    history: History, mask_table: Int32[Array, "S V"] | None, tokens: Tokens, count: PerLane
-) -> History:
+def remember(history: History, mask_table: Int32[Array, "S V"] | None, tokens: Tokens, count: PerLane) -> History:
     """The history after the first `count` of these tokens of each lane."""
     row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     lane = jnp.broadcast_to(jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None], tokens.shape)
@@ -122,7 +120,7 @@ def adjust_logits(
 
     Args:
       history: up to the lane's last token.
-      mask_table: the state after (state, token), -1 where the token is forbidden; row 0 is all zeros. None without masks.
+      mask_table: the state after (state, token), -1 where the token is forbidden; row 0 is all zeros. None: no masks.
       before: the window's tokens between the last token and each row, in order; -1 is none.
     """
     vocab_size = logits.shape[-1]

@@ -165,6 +165,18 @@ def test_kept_prefixes_yield_to_requests_least_recently_used_first() -> None:
     assert scheduler.prefixes.find(job(1, 8).prompt) is None
 
 
+def test_a_prefix_that_is_in_the_way_of_its_own_user_goes() -> None:
+    scheduler = make(num_lanes=1, num_pages=4, snapshots=8)
+    scheduler.submit(job(0, 6, 4))
+    first = admit(scheduler)[0].job
+    read(scheduler, first)
+    scheduler.finish(first)
+    # a whole page to share, a part of one to copy, and three of its own: one more than there are
+    scheduler.submit(job(0, 6, 10))
+    admission = admit(scheduler, room=10)[0]
+    assert admission.prefix is None and len(admission.job.pages) == 4 == held(scheduler)
+
+
 def test_the_budget_of_snapshots_is_in_bytes() -> None:
     given: list[int] = []
     cache = PrefixCache(budget=2500, entry_bytes=1000, give_back=given.extend)

@@ -1,0 +1,387 @@
+"""What broke for others when many requests met speculation, provoked here one kind after the other.
+
+The engines are those of `tests.infer.engines`: two layers, float32, three lanes, eight pages. Numbers are those of the
+reports that the kinds come from.
+"""
+
+import gc
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer import programs
+from infer.engine import Engine
+from infer.params import SamplingParams
+from infer.replies import Reply
+from infer.speculative import decode_turn
+from mtp import attention
+from mtp import cache as kv
+from tests.infer.engines import CONFIG, POISON, answer, assert_as_new, engine, loaded, prompt
+
+coupled = partial(engine, verify="coupled")
+
+
+def ask(max_tokens: int = 16, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": max_tokens, "ignore_eos": True, **fields})
+
+
+def log_probs(reply: Reply) -> list[float]:
+    assert reply.log_probs is not None
+    return [one.log_prob for one in reply.log_probs]
+
+
+def test_fault_5_a_preempted_lane_resumes_from_its_own_state() -> None:
+    """vllm-metal #488: it resumed from the state of whoever had been there."""
+    one = coupled()
+    stream = one.submit(prompt(1, 20), ask(40))
+    for _ in range(3):
+        one.step()
+    job = next(iter(one.scheduler.live))
+    one._park(job)
+    # somebody else uses its lane and its pages meanwhile
+    other = one.submit(prompt(2, 30), ask(30, seed=9))
+    reply = stream.result.reply
+    assert reply.num_preemptions == 1
+    assert reply.token_ids == answer(coupled(), [prompt(1, 20)], ask(40))[0].token_ids
+    assert other.result.reply.token_ids == answer(coupled(), [prompt(2, 30)], ask(30, seed=9))[0].token_ids
+
+
+def test_fault_7_an_offload_path_that_is_not_used_changes_nothing() -> None:
+    """vllm #53505: a connector without a single hit corrupted replies."""
+    prompts = [prompt(n, 24 + n) for n in range(3)]
+    with_it, without = coupled(), coupled(snapshot_memory=0)
+    ours, theirs = answer(with_it, prompts, ask()), answer(without, prompts, ask())
+    assert with_it.stats.prefix_entries > 0 == with_it.stats.prefix_hits == with_it.stats.num_preemptions
+    assert without.stats.prefix_entries == 0
+    assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_fault_13_prefix_cache_and_drafts_together_equal_each_alone(k: int) -> None:
+    """vllm #43559: right with either, a fifth of the answers lost with both."""
+    shared = prompt(7, 20)
+    prompts = [[*shared, 100 + n, *prompt(n, 6)] for n in range(3)]
+    params = ask(12, logprobs=0, temperature=0.0)
+    cold = answer(coupled(snapshot_memory=0), prompts, SamplingParams(**{**vars(params), "num_draft_tokens": 0}))
+    hot = coupled()
+    warm = answer(hot, prompts, SamplingParams(**{**vars(params), "num_draft_tokens": k}))
+    # the prefix was read once, though the continuations part at the very next token
+    assert [r.cached_tokens for r in warm] == [0, 20, 20] and hot.stats.prefix_hits == 2
+    for one, other in zip(warm, cold, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(log_probs(one), log_probs(other), atol=1e-5)
+
+
+def test_fault_18_and_19_without_drafts_a_step_is_plain_decoding_and_the_heads_key_value_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vllm #47277: the cost stayed with zero drafts; sglang #39515: another attention was chosen in silence."""
+    attended: list[int] = []
+    honest = attention.paged_attention
+
+    def noted(queries: jax.Array, *args: Any) -> jax.Array:
+        attended.append(queries.shape[1])
+        return honest(queries, *args)
+
+    monkeypatch.setattr(attention, "paged_attention", noted)
+
+    def lower(one: Engine, k: int) -> tuple[float, list[int]]:
+        attended.clear()
+        call = decode_turn.lower(
+            one.loaded.model,
+            one.head,
+            one.gen,
+            one.request,
+            one._current_table(),
+            np.int32(1),
+            num_draft_tokens=k,
+            law="rejection",
+            # of no other test, so that it is traced here
+            max_steps=2,
+        )
+        return call.cost_analysis()["flops"], list(attended)
+
+    plain, calls = lower(coupled(num_draft_tokens=0), 0)
+    primed, same_calls = lower(coupled(), 0)
+    drafting, more_calls = lower(coupled(), 3)
+    width, head = CONFIG.hidden_size, 2 * CONFIG.num_key_value_heads * CONFIG.head_dim
+    # fc and the key and value projections of the head's layer, on three lanes of up to four rows
+    write = 2 * 3 * 4 * (2 * width * width + width * head)
+    assert plain < primed < plain + 1.5 * write < drafting
+    # the one attention there is, by rows: the trunk's layer alone without drafts
+    assert calls == same_calls == [1] and more_calls == [4, 1, 1, 4]
+
+
+@pytest.mark.parametrize("k", range(8))
+def test_fault_20_every_k_at_tiny_pools_works_or_is_refused_with_numbers(k: int) -> None:
+    """vllm #57721: a bare assertion in the planning of pages."""
+    page_bytes = engine().page_bytes
+    for memory in (0, page_bytes - 1, page_bytes):
+        try:
+            one = engine(num_draft_tokens=k, num_pages=None, kv_memory=memory)
+        except ValueError as error:
+            assert "bytes hold no page: one of 16 tokens takes" in str(error)
+            continue
+        pages = one.stats.num_pages
+        with pytest.raises(ValueError, match=rf"need {pages + 1} pages of 16 tokens and the pool has {pages}"):
+            one.submit([1] * 10, ask(16 * pages - 9))
+        one.close()
+
+
+def test_fault_21_lanes_cost_what_the_formula_says() -> None:
+    """sglang #23643: 12 GB of scratch for lanes that never speculate."""
+    c = CONFIG
+    for k in (0, 3):
+        one = engine(num_draft_tokens=k)
+        rows = k + 1
+        state = c.linear_num_value_heads * c.linear_value_head_dim * c.linear_key_head_dim * 4
+        conv = (c.linear_conv_kernel_dim - 1) * c.conv_channels * 4
+        pending = rows * (c.conv_channels + 2 * c.linear_num_value_heads) * 4
+        newest = rows * (c.hidden_size + 1) * 4
+        table = (6 + 3) * 4
+        assert one.state_bytes == 8 * one.page_bytes + 3 * (state + conv + pending + newest + table)
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(one.gen.cache))
+        assert held == one.state_bytes
+
+
+def test_fault_22_300_random_events_on_the_model_leave_pool_and_lanes_as_they_began() -> None:
+    """vllm #12432 and others: slots lost, or falsely reported lost, when requests came and went at odd moments."""
+    rng = np.random.default_rng(5)
+    one = coupled(poison=True)
+    alone = coupled(poison=True)
+    streams: list[tuple[Any, list[int], SamplingParams]] = []
+    reasons = {"length": 0, "abort": 0, "error": 0}
+    for number in range(300):
+        event = rng.integers(0, 6)
+        if event <= 1 and len(one.scheduler.waiting) < 6:
+            tokens = prompt(int(rng.integers(4)), int(rng.integers(1, 50)))
+            if rng.random() < 0.2:
+                tokens[int(rng.integers(len(tokens)))] = POISON
+            params = ask(int(rng.integers(1, 40)), seed=number, temperature=float(rng.integers(0, 2)))
+            streams.append((one.submit(tokens, params), tokens, params))
+        elif event == 2 and streams:
+            # the newest may wait, be read, or answer
+            one.abort(streams[-1 - int(rng.integers(min(4, len(streams))))][0].id)
+        else:
+            one.step()
+    one.drain()
+    for place, (stream, tokens, params) in enumerate(streams):
+        reply = stream.result.reply
+        reasons[reply.finish_reason] += 1
+        assert reply.error is None or POISON in [*tokens, *reply.token_ids]
+        if place % 8 == 0:
+            expected = answer(alone, [tokens], params)[0]
+            assert reply.token_ids == expected.token_ids[: len(reply.token_ids)]
+            assert reply.finish_reason in ("abort", expected.finish_reason)
+    assert min(reasons.values()) > 3 and one.stats.num_preemptions > 0
+    assert_as_new(one)
+
+
+def test_fault_23_memory_is_flat_over_500_requests() -> None:
+    """llama.cpp #23635: memory grew with every prefill."""
+    one = coupled(snapshot_memory=6 * engine().snapshot_bytes)
+
+    def live_bytes() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    sizes = []
+    for batch in range(10):
+        answer(one, [prompt(50 * batch + n, 1 + n % 40) for n in range(50)], ask(2 + batch % 3))
+        sizes.append(live_bytes())
+    assert len(one.scheduler.prefixes) == 6
+    assert max(sizes[1:]) == min(sizes[1:])
+    assert_as_new(one)
+
+
+def test_fault_24_acceptance_can_be_told_by_context_length() -> None:
+    """vllm #47602: it fell with the context, and no figure showed it."""
+    reply = answer(engine(), [prompt(3, 30)], ask(60))[0]
+    behind = 30 + 1 + np.cumsum([0, *reply.steps[:-1]])
+    assert behind[-1] + reply.steps[-1] == 30 + len(reply.token_ids)
+    halves = [
+        np.mean([s for s, b in zip(reply.steps, behind, strict=True) if (b < 60) == early]) for early in (True, False)
+    ]
+    assert all(1 <= length <= 4 for length in halves)
+
+
+def test_fault_40_a_seed_means_the_same_alone_in_company_and_after_preemption() -> None:
+    """vllm #6038 and others: seeds ignored, constant, or mixed with the neighbours'."""
+    alone = answer(engine(), [prompt(4, 20)], ask(40, seed=11))[0]
+    others = [prompt(60 + n, 20) for n in range(3)]
+    one = engine()
+    crowd = answer(one, [*others, prompt(4, 20)], [*(ask(60, seed=n) for n in range(3)), ask(40, seed=11)])
+    assert one.stats.num_preemptions > 0
+    assert crowd[-1].token_ids == alone.token_ids
+    assert answer(engine(), [prompt(4, 20)], ask(40, seed=12))[0].token_ids != alone.token_ids
+
+
+def test_fault_50_a_host_that_is_late_at_odd_moments_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm #50021: with asynchronous scheduling a buffer was overwritten while the device still read it."""
+    prompts = [prompt(n, 10 + 9 * n) for n in range(5)]
+    params = [ask(24, seed=n) for n in range(5)]
+    calm = answer(engine(), prompts, params)
+    rng = np.random.default_rng(0)
+    for name in ("_current_table", "_row", "_send", "_look", "_read_chunk"):
+        honest = getattr(Engine, name)
+
+        def late(self: Engine, *args: Any, honest: Any = honest, **options: Any) -> Any:
+            time.sleep(float(rng.choice([0.0, 0.0, 0.01])))
+            found = honest(self, *args, **options)
+            time.sleep(float(rng.choice([0.0, 0.0, 0.01])))
+            return found
+
+        monkeypatch.setattr(Engine, name, late)
+    assert [r.token_ids for r in answer(engine(), prompts, params)] == [r.token_ids for r in calm]
+    # what the device was given is never written to again
+    monkeypatch.undo()
+    given: list[tuple[np.ndarray, bytes]] = []
+    table = Engine._current_table
+
+    def noted(self: Engine) -> np.ndarray:
+        made = table(self)
+        given.append((made, made.tobytes()))
+        return made
+
+    monkeypatch.setattr(Engine, "_current_table", noted)
+    answer(engine(), prompts, params)
+    assert len(given) > 10 and all(array.tobytes() == then for array, then in given)
+
+
+def test_fault_52_the_same_greedy_text_has_the_same_steps_every_time() -> None:
+    """vllm #53436: the same text at T = 0, with large differences in speed."""
+    one = engine()
+    replies = [answer(one, [prompt(8, 12)], ask(24, temperature=0.0))[0] for _ in range(20)]
+    assert len({(r.token_ids, r.steps, r.accepted) for r in replies}) == 1
+
+
+def test_a_nan_fails_its_request_by_name_and_never_reaches_another() -> None:
+    clean = [prompt(n, 20 + n) for n in range(3)]
+    expected = answer(coupled(poison=True), clean, ask(20))
+    one = coupled(poison=True)
+    poisoned = one.submit([*prompt(9, 18), POISON, 5], ask(20))
+    # this one runs into it on its own: the bias makes it say the word
+    midway = one.submit(prompt(10, 9), ask(20, logit_bias={POISON: 100.0}))
+    beside = [one.submit(tokens, ask(20)) for tokens in clean]
+    assert [s.result.reply.token_ids for s in beside] == [r.token_ids for r in expected]
+    for stream, said in ((poisoned, 0), (midway, 1)):
+        reply = stream.result.reply
+        assert reply.finish_reason == "error" and len(reply.token_ids) == said
+        assert f"request {stream.id}: reply token {said} has no finite logits" in str(reply.error)
+    # its lane, its pages and what it left of its prompt serve others now
+    one.drain()
+    again = answer(one, clean, ask(20))
+    assert [r.token_ids for r in again] == [r.token_ids for r in expected]
+    follower = one.submit([*prompt(9, 18), 6, 7], ask(20))
+    assert (
+        follower.result.reply.token_ids == answer(coupled(poison=True), [[*prompt(9, 18), 6, 7]], ask(20))[0].token_ids
+    )
+    assert not any(POISON in entry.tokens for entry in one.scheduler.prefixes._entries.values())
+    assert_as_new(one)
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_an_abort_at_any_point_returns_everything(after: int) -> None:
+    one = coupled()
+    streams = [one.submit(prompt(n, 60), ask(30)) for n in range(5)]
+    for _ in range(after):
+        one.step()
+    for stream in streams:
+        one.abort(stream.id)
+        one.abort(stream.id)
+    reasons = [s.result.reply.finish_reason for s in streams]
+    assert "abort" in reasons and set(reasons) <= {"abort", "length"}
+    assert [d.finish_reason for d in streams[-1]][-1] == "abort" == reasons[-1]
+    one.drain()
+    assert_as_new(one)
+
+
+def test_the_length_of_a_prefix_hit_does_not_depend_on_k() -> None:
+    found = set()
+    for k in (0, 1, 3):
+        one = coupled()
+        answer(one, [prompt(5, 37)], ask(8, num_draft_tokens=k))
+        reply = answer(one, [[*prompt(5, 37), 3, 4]], ask(8, num_draft_tokens=k))[0]
+        found.add((reply.cached_tokens, reply.token_ids))
+    assert len(found) == 1 and next(iter(found))[0] == 37
+
+
+def test_snapshots_every_so_many_tokens_serve_prompts_that_part_in_between() -> None:
+    one = coupled(snapshot_every=16)
+    answer(one, [prompt(6, 45)], ask(4))
+    reply = answer(one, [[*prompt(6, 39), 1, 2, 3]], ask(16))[0]
+    assert reply.cached_tokens == 32
+    assert reply.token_ids == answer(coupled(), [[*prompt(6, 39), 1, 2, 3]], ask(16))[0].token_ids
+    with pytest.raises(ValueError, match="delta-rule layers"):
+        kept = programs.take_snapshot(one.gen.cache, np.int32(0))[0]
+        kv.restore(one.gen.cache, 0, jax.tree_util.tree_map(lambda x: x, kv.Snapshot(**{**vars(kept), "delta": ()})))
+
+
+def test_auto_gives_the_same_text_whatever_k_it_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = answer(coupled(), [prompt(n, 12) for n in range(3)], ask(40, num_draft_tokens=0))
+    one = coupled(num_draft_tokens="auto")
+    chosen: list[int] = []
+    decode = Engine._decode
+
+    def noted(self: Engine, k: int, *args: Any) -> Any:
+        chosen.append(k)
+        return decode(self, k, *args)
+
+    monkeypatch.setattr(Engine, "_decode", noted)
+    # costs a step that no clock of this machine decides
+    monkeypatch.setattr(one.policy, "choose", cycle((0, 3, 1, 2)).__next__)
+    replies = answer(one, [prompt(n, 12) for n in range(3)], ask(40))
+    assert [r.token_ids for r in replies] == [r.token_ids for r in plain]
+    assert set(chosen) == {0, 1, 2, 3}
+
+
+@contextmanager
+def running(code: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def test_an_interrupt_in_the_middle_of_a_batch_stops_cleanly() -> None:
+    code = (
+        "from infer.cli import run_command\n"
+        "from tests.infer.engines import engine, prompt\n"
+        "from infer.params import SamplingParams\n"
+        "def work():\n"
+        "    one = engine()\n"
+        "    params = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True)\n"
+        "    one.generate([prompt(0, 9)], params)\n"
+        "    print('ready', flush=True)\n"
+        "    try:\n"
+        "        while True: one.generate([prompt(n, 9) for n in range(40)], params)\n"
+        "    finally:\n"
+        "        one.drain()\n"
+        "        stats = one.stats\n"
+        "        print(stats.free_lanes, stats.free_pages + stats.prefix_pages, flush=True)\n"
+        "raise SystemExit(run_command(work))\n"
+    )
+    with running(code) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == "3 8\n" and "Traceback" not in err
+
+
+def test_loaded_models_of_these_tests_are_what_they_say() -> None:
+    assert bool(jnp.isnan(loaded(True).model.embed_tokens.weight[POISON]).all())
+    assert bool(jnp.isfinite(loaded(True).model.lm_head.weight[...]).all())
+    assert bool(jnp.isfinite(loaded().model.embed_tokens.weight[...]).all())
