@@ -417,8 +417,12 @@ class Engine:
         whole = jax.eval_shape(lambda: kv.init(self.config, **self._shape))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(whole))
 
-    def warm_up(self) -> None:
-        """Compiles every program by running it on idle lanes; afterwards nothing compiles any more."""
+    def warm_up(self, num_draft_tokens: Sequence[int] | None = None) -> None:
+        """Compiles every program by running it on idle lanes; afterwards nothing compiles any more.
+
+        Args:
+            num_draft_tokens: the k that will be asked for, if not all.
+        """
         lanes, outside = self._shape["num_lanes"], np.int32(self._shape["num_lanes"])
         nobody = np.zeros((lanes,), bool)
         zero = np.int32(0)
@@ -430,7 +434,7 @@ class Engine:
             empty = np.zeros((self.prefill_lanes, length), np.int32)
             self._read_chunk(np.full((self.prefill_lanes,), outside), empty, np.zeros((self.prefill_lanes,), np.int32))
         self.gen, _ = programs.start_lanes(self.loaded.model, self.gen, self.request, nobody, verbs=self.verbs)
-        for k in self._programs:
+        for k in self._programs if num_draft_tokens is None else num_draft_tokens:
             self._decode(k, 1, np.zeros((lanes,), np.int32))
         self.gen, self.request = programs.end_lanes(self.gen, self.request, nobody)
         kept, sound = programs.take_snapshot(self.gen.cache, zero)
@@ -710,7 +714,7 @@ class Engine:
         text = work.finish(reason, time.perf_counter(), error)
         if work.job.lane is not None:
             self._ending.add(work.job.lane)
-        self.scheduler.finish(work.job)
+        self.scheduler.finish(work.job, of_itself=reason in ("stop", "length"))
         del self._works[work.job]
         stream = self._streams[work.request_id]
         if stream.done:

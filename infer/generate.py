@@ -9,19 +9,31 @@ A prompt is continued greedily unless options say otherwise; with `--chat` the s
 checkpoint's generation_config.json. Text goes to stdout as it comes and a table to stderr. The last stdout line is one
 JSON object:
 
-    text, token_ids, finish_reason ("stop" or "length"), prompt_tokens, num_tokens, seed, and how the reply was sampled
+    text, token_ids, finish_reason ("stop", "length" or "error"), error (null, or what went wrong), prompt_tokens,
+    cached_tokens (prompt tokens that an earlier prompt's beginning spared), num_tokens, seed, sample_index, and how the
+    reply was sampled
     num_verify_steps      passes of the target that emitted tokens (the first token is the prefill's)
     acceptance_length     tokens that verify steps emitted / verify steps
-    accepted_by_position  of the drafts at each position of the window, the share that was accepted;
-                          `accepted` and `drafted` are the counts
-    compile_seconds, time_to_first_token, decode_seconds, tokens_per_second   (seconds; tokens of verify steps over
-                          decode_seconds; compiling is in none of the others)
-    plain, equal, equal_expected, speedup, mismatch   with --compare: the same fields of plain decoding (k = 0), whether
-                          both gave the same tokens, whether they must (greedy, or the coupled law), and if they
-                          differ where, and by what margin plain decoding had chosen there
+    accepted_by_position  of the drafts at each position of the window, the share that was accepted, null if none was
+                          drafted there; `accepted` and `drafted` are the counts
+    compile_seconds       compiling every program and running it once, before anything else; in no other figure
+    time_to_first_token   seconds from getting a lane to the first token on the host; with --prompts the mean of all
+                          replies, waiting for a lane not counted
+    decode_seconds        from the first token of any reply to the end of the last one: with --prompts, prompts that get
+                          their lane later are read meanwhile, and that time is in it
+    tokens_per_second     tokens of verify steps over decode_seconds
+    plain, equal, equal_expected, speedup, mismatch   with --compare: the same fields of plain decoding (the same engine
+                          without drafts, k = 0, everything once more afterwards), whether both gave the same tokens,
+                          whether they must (greedy, or the coupled law), and if they differ where, and by what margin
+                          plain decoding had chosen there
 
-Exit status: 0; 1 if texts that must be equal in float32 differ at more than a near-tie; 2 after an error; 130 after
-Ctrl-C.
+A line of --prompts may have any field of `infer.params.SamplingParams` that JSON can write, penalties, "logit_bias":
+{"id": value} and "num_draft_tokens": "auto" among them, but for `verify`. Its line of --out has `log_probs` (token,
+log_prob, top) if it asked for "logprobs", and with "n" above 1 the further replies as `others`. With --compare the
+lines come when plain decoding has answered too, and no prompt's beginning is kept for the next.
+
+Exit status: 0; 1 if texts that must be equal in float32 differ at more than a near-tie, or if a reply ended in an
+error, which stderr names; 2 after an error that stopped everything; 130 after Ctrl-C.
 """
 
 import argparse
@@ -68,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE.jsonl",
         help='many prompts: one {"prompt": ...} or {"messages": [...]} a line, with sampling fields if wanted '
-        "(temperature, top_k, top_p, min_p, seed, sample_index, max_tokens, min_tokens, stop, ...)",
+        "(temperature, top_k, top_p, min_p, seed, max_tokens, min_tokens, stop, n, logprobs, logit_bias, ...)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="where the replies to --prompts go, in order")
     parser.add_argument("--lanes", type=int, default=8, help="prompts of --prompts that run at once (default 8)")
@@ -79,9 +91,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, dest="max_tokens", help="default 128")
     parser.add_argument(
         "--draft-tokens",
-        type=int,
+        type=_number_or_auto,
         dest="num_draft_tokens",
-        help=f"k, drafts a step, 0..{MAX_DRAFT_TOKENS}; 0 is plain decoding "
+        help=f"k, drafts a step, 0..{MAX_DRAFT_TOKENS}; 0 is plain decoding, auto takes as many as pay, up to 3 "
         f"(default {DEFAULT_DRAFT_TOKENS}, or 0 without an MTP head)",
     )
     parser.add_argument(
@@ -96,6 +108,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", action="store_true", help="also decode plainly, and compare texts and speed")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return parser
+
+
+def _number_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer, or auto") from None
 
 
 def asked_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -157,6 +176,8 @@ def read_prompt_lines(path: Path, chat: bool, fields: dict[str, Any]) -> list[As
         own = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
         if "verify" in own:
             raise ValueError(f"{name}verify is the same for all lines; give --verify")
+        if "allowed" in own:
+            raise ValueError(f"{name}allowed is a table that JSON can't write; give it to infer.engine in Python")
         try:
             SamplingParams().with_fields(fields | own)
         except ValueError as error:
@@ -209,7 +230,10 @@ def show_table(result: dict[str, Any], dtype: str) -> None:
         ("tokens", lambda r: str(r["num_tokens"])),
         ("verify steps", lambda r: str(r["num_verify_steps"])),
         ("acceptance length (tokens a step)", lambda r: number(r["acceptance_length"])),
-        ("accepted by position", lambda r: " ".join(number(x) for x in r["accepted_by_position"]) or "-"),
+        (
+            "accepted by position",
+            lambda r: " ".join(number(x) for x in r["accepted_by_position"] if x is not None) or "-",
+        ),
         ("time to first token, ms", lambda r: number(1e3 * r["time_to_first_token"], 1)),
         ("tokens a second", lambda r: number(r["tokens_per_second"], 1)),
         ("compiling before that, s", lambda r: number(r["compile_seconds"], 1)),
@@ -233,7 +257,7 @@ def verdict(result: dict[str, Any], dtype: str) -> str:
         )
     mismatch = result.get("mismatch")
     if mismatch is None:
-        return f"{result['num_equal']} of {result['num_prompts']} texts are equal{speed}; the others say where not."
+        return f"{result['num_equal']} of {result['num_replies']} texts are equal{speed}; the others say where not."
     where = (
         f"The texts differ from token {mismatch['position']} on, where the margin was {mismatch['margin']:.2g}{speed}"
     )
@@ -255,8 +279,8 @@ def run(args: argparse.Namespace) -> int:
     import jax
     import jax.numpy as jnp
 
-    from infer.batch import BatchGenerator, check_request
-    from infer.compare import run_tasks
+    from infer.batch import check_request
+    from infer.compare import engine_for, run_tasks
     from mtp import weights
     from mtp.config import ModelConfig
 
@@ -268,7 +292,7 @@ def run(args: argparse.Namespace) -> int:
     for ask, task in zip(asks, tasks, strict=True):
         try:
             check_request(task.token_ids, task.params, config)
-            if not has_head and (task.params.num_draft_tokens > 0 or args.compare):
+            if not has_head and (task.params.num_draft_tokens != 0 or args.compare):
                 raise ValueError(f"{args.model} has no mtp.* tensors, so it can't draft: use --draft-tokens 0")
         except ValueError as error:
             raise ValueError(ask.name + str(error)) from None
@@ -278,13 +302,19 @@ def run(args: argparse.Namespace) -> int:
     if not has_head and not args.json:
         print(f"{args.model} has no MTP head: plain decoding", file=sys.stderr)
     about = {"model": args.model, "dtype": dtype} | provenance()
-    generator = BatchGenerator(loaded, tokenizer, num_lanes=1 if args.prompts is None else args.lanes)
-    run_all = functools.partial(run_tasks, generator, tasks, compare=args.compare)
-    result, broken = _run_one(args, run_all, tasks[0]) if args.prompts is None else _run_many(args, run_all, tasks)
+    alone = args.prompts is None
+    # Where nothing can use a prompt's beginning again, or must not so that plain decoding reads as much, none is kept.
+    unshared = {"snapshot_memory": 0} if alone or args.compare else {}
+    engine = engine_for(loaded, tokenizer, tasks, max_lanes=1 if alone else args.lanes, **unshared)
+    names = [ask.name for ask in asks]
+    run_all = functools.partial(run_tasks, engine, tasks, names=names, compare=args.compare)
+    result, outcome = _run_one(args, run_all, tasks[0]) if alone else _run_many(args, run_all, tasks)
+    for error in outcome.errors:
+        print(f"error: {error}", file=sys.stderr)
     if not args.json:
         show_table(result, dtype)
     print(to_json(result | about), flush=True)
-    return int(broken)
+    return int(outcome.broken or bool(outcome.errors))
 
 
 def _load(directory: Path, dtype: Any) -> Any:
@@ -301,8 +331,8 @@ def _load(directory: Path, dtype: Any) -> Any:
         )
 
 
-def _run_one(args: argparse.Namespace, run_all: Callable[..., Any], task: Task) -> tuple[dict[str, Any], bool]:
-    def show(_: int, piece: str) -> None:
+def _run_one(args: argparse.Namespace, run_all: Callable[..., Any], task: Task) -> tuple[dict[str, Any], Any]:
+    def show(piece: str) -> None:
         print(piece, end="", flush=True)
 
     try:
@@ -314,10 +344,10 @@ def _run_one(args: argparse.Namespace, run_all: Callable[..., Any], task: Task) 
     if args.compare:
         result["plain"] = outcome.records[0]["plain"] | outcome.total["plain"]
     names = ("temperature", "top_k", "top_p", "min_p", "verify", "num_draft_tokens")
-    return result | {name: getattr(task.params, name) for name in names}, outcome.broken
+    return result | {name: getattr(task.params, name) for name in names}, outcome
 
 
-def _run_many(args: argparse.Namespace, run_all: Callable[..., Any], tasks: list[Task]) -> tuple[dict[str, Any], bool]:
+def _run_many(args: argparse.Namespace, run_all: Callable[..., Any], tasks: list[Task]) -> tuple[dict[str, Any], Any]:
     import rich.console
     import rich.progress
 
@@ -328,15 +358,19 @@ def _run_many(args: argparse.Namespace, run_all: Callable[..., Any], tasks: list
     ):
         progress = bar.add_task("prompts", total=len(tasks))
 
-        def done(records: list[dict[str, Any]]) -> None:
-            out.writelines(to_json(one) + "\n" for one in records)
-            out.flush()
-            bar.advance(progress, len(records))
+        def done(record: dict[str, Any]) -> None:
+            print(to_json(record), file=out, flush=True)
+            bar.advance(progress)
 
         outcome = run_all(done=done)
     seeds = sorted({task.params.seed for task in tasks})
-    about = {"num_prompts": len(tasks), "out": str(args.out), "seed": seeds[0] if len(seeds) == 1 else seeds}
-    return about | outcome.total, outcome.broken
+    about = {
+        "num_prompts": len(tasks),
+        "num_replies": sum(task.params.n for task in tasks),
+        "out": str(args.out),
+        "seed": seeds[0] if len(seeds) == 1 else seeds,
+    }
+    return about | outcome.total, outcome
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The jitted programs of the host drivers `infer.batch` and `infer.score`, beside `infer.speculative.decode_loop`.
+"""The jitted programs of the engine, of scoring and of comparisons, beside `infer.speculative.decode_turn`.
 
 Each takes the whole cache or generation and gives it back: what goes in is donated.
 """
@@ -17,7 +17,7 @@ from infer.speculative import Turn
 from mtp import cache as kv
 from mtp.config import ModelConfig
 from mtp.draft_head import MTPHead, prefill
-from mtp.kernels.sampling import History, forbid_tokens, process_logits, target_noise
+from mtp.kernels.sampling import History, adjust_logits, forbid_tokens, process_logits, target_noise
 from mtp.model import Qwen35
 from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, Tokens
 
@@ -28,24 +28,20 @@ def read_chunk(model: Qwen35, head: MTPHead | None, cache: kv.Cache, tokens: Tok
     return prefill(model, head, cache, tokens, num_tokens)[1]
 
 
-@partial(jax.jit, static_argnames="max_reply", donate_argnames="cache")
-def start_replies(model: Qwen35, cache: kv.Cache, request: Request, lanes: LaneMask, *, max_reply: int) -> Generation:
-    """The first token of each of `lanes`, whose prompts the cache holds; the other lanes stay idle."""
-    gen = decode.begin(cache, max_reply)
-    return decode.first_token(model, gen, request, cache.recent_hidden, jnp.zeros_like(cache.lengths), lanes)
-
-
-@partial(jax.jit, donate_argnames="gen")
-def end_replies(gen: Generation, lanes: LaneMask) -> Generation:
-    """Ends the replies of `lanes` where the host found a stop string."""
-    return replace(gen, status=jnp.where(lanes, decode.STOPPED, gen.status))
-
-
 @jax.jit
-def decision_margin(model: Qwen35, cache: kv.Cache, request: Request, produced: PerLane) -> Float32[Array, "B"]:
+def decision_margin(
+    model: Qwen35, cache: kv.Cache, request: Request, produced: PerLane, history: History | None = None
+) -> Float32[Array, "B"]:
     """How far the best token lies above the second when plain decoding chooses reply token number `produced`, after the
-    prompt and the reply so far have been read: in logits when greedy, else in log-probability plus noise."""
+    prompt and the reply so far have been read: in logits when greedy, else in log-probability plus noise.
+
+    Args:
+        history: up to the last token read; None without penalties.
+    """
     logits = model.unembed(cache.recent_hidden[:, :1])
+    if history is not None:
+        before = decode.not_before(logits.shape[0], 1)
+        logits = adjust_logits(logits, request.sampling, history, request.mask_table, before)
     logits = forbid_tokens(logits, request.stop_ids, (produced < request.min_tokens)[:, None])
     noise = target_noise(request.sampling, cache.lengths[:, None], logits.shape[-1])
     sampled = process_logits(logits, request.sampling) + noise

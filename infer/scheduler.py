@@ -1,9 +1,9 @@
 """Who is answered when, in which lane, on which pages: the engine's bookkeeping, without a device.
 
-Requests wait in the order of their arrival. A request is admitted when a lane is free and the pool has pages for its
-prompt and some room beside it; pages for the reply are taken as it grows. When the pool runs dry, kept prefixes go
-first, then the newest request is preempted: it gives up lane and pages and waits, in its old place, to be resumed. The
-oldest request always gets on, because no request is taken that the whole pool could not hold.
+Requests wait in the order of their arrival. A request is admitted when a lane is free, the pool has pages for its
+prompt, and all live replies can be expected to find theirs; pages are taken as replies grow. When the pool runs dry all
+the same, kept prefixes go first, then the newest request is preempted: it gives up lane and pages and waits, in its old
+place, to be resumed. The oldest request always gets on, because none is taken that the whole pool could not hold.
 """
 
 import heapq
@@ -16,6 +16,8 @@ from infer.prefix import Entry, PrefixCache, Tokens, common_length
 
 # Of the waiting requests, so many are looked at for a common beginning.
 LOOK_AHEAD = 64
+# What a reply's length changes of the share that the next are expected to take.
+EXAMPLE_WEIGHT = 0.05
 
 
 class PagePool:
@@ -144,6 +146,8 @@ class Scheduler:
         # ascending numbers
         self.waiting: list[Job] = []
         self.num_preemptions = 0
+        # of their `max_tokens`, what replies take
+        self.expected_share = 1.0
 
     @property
     def live(self) -> list[Job]:
@@ -213,10 +217,17 @@ class Scheduler:
         self.num_preemptions += 1
         self._insert(job)
 
-    def finish(self, job: Job) -> None:
-        """Ends a job wherever it is and takes back what it holds; nothing happens to one that has ended."""
+    def finish(self, job: Job, of_itself: bool = False) -> None:
+        """Ends a job wherever it is and takes back what it holds; nothing happens to one that has ended.
+
+        Args:
+            of_itself: by its own end, and so an example of how long replies become.
+        """
         if job.finished:
             return
+        if of_itself:
+            share = (job.known - len(job.prompt)) / job.max_tokens
+            self.expected_share += EXAMPLE_WEIGHT * (share - self.expected_share)
         job.finished = True
         job.saved = None
         if job in self.waiting:
@@ -250,6 +261,19 @@ class Scheduler:
         self.pool.give_back(job.pages)
         job.pages = []
 
+    def _peak(self, jobs: Iterable[Job], room: int) -> int:
+        """The most pages that jobs hold together on their way, if all grow at one rate and end where they are expected
+        to: the most of what they hold just before each of those ends."""
+        growing = sorted(
+            ((int(self.expected_share * (job.limit - job.bound)), job) for job in jobs), key=lambda x: -x[0]
+        )
+        peak = held = 0
+        for number, (left, job) in enumerate(growing, 1):
+            held += job.bound - job.num_cached
+            # the last page of each is half empty, and each is given room for its next turn
+            peak = max(peak, self.pages_for(held + number * (left + room)) + number // 2)
+        return peak
+
     def _place(self, job: Job, room: int) -> Admission | None:
         """Lane and pages for one job, or None if the pool has too few."""
         entry = self.prefixes.find(job.prompt) if job.saved is None else None
@@ -259,13 +283,14 @@ class Scheduler:
         self.pool.share(shared)
         source = [] if entry is None else list(entry.pages[len(shared) :])
         self.pool.share(source)
-        # a page beside for every live job, or a crowd would be admitted only to be preempted
-        spare = sum(job is not None for job in self.lanes)
-        while (fits := self.pool.free >= total - len(shared) + spare) is False and self.prefixes.evict(keep=entry):
+        live = self.live
+        while self.pool.free < total - len(shared) and self.prefixes.evict(keep=entry):
             pass
-        if not fits:
+        fits = self.pool.free >= total - len(shared)
+        # a crowd that outgrows the pool would be admitted only to be preempted
+        if not fits or (live and self._peak([*live, job], room) > self.pool.num_pages):
             self.pool.give_back(shared + source)
-            if entry is None or spare:
+            if entry is None or live or fits:
                 return None
             # alone, and the prefix's own last page is in the way
             self.prefixes.drop(entry)

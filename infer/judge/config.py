@@ -29,6 +29,8 @@ class Workload:
     full_share: float = 0.9
     # the candidate's k
     num_draft_tokens: int = 3
+    # tokens a page
+    page_size: int = 64
     # decoding steps between two looks of the host
     steps_per_turn: int = 8
     # rows that prompts are read in, and prompts that are read in one call
@@ -36,7 +38,15 @@ class Workload:
     prefill_lanes: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "num_requests", "prompt_tokens", "reply_tokens", "pool_tokens", "steps_per_turn"):
+        for name in (
+            "lanes",
+            "num_requests",
+            "prompt_tokens",
+            "reply_tokens",
+            "pool_tokens",
+            "page_size",
+            "steps_per_turn",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.stagger < 1:

@@ -4,11 +4,13 @@ Each is a `Verbs` in place of the honest one; engine, loop and cache are the sam
 functions, so that equal controls are equal values and share their compiled program.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from infer.decode import Verbs
+from infer.judge import gates, plan
 from mtp import cache as kv
 from mtp.acceptance import Acceptance, Noise, accept
 from mtp.kernels.sampling import Sampling, WindowNoise, process_logits
@@ -16,6 +18,16 @@ from mtp.shapes import Array, Float32, Hidden, Int32, Logits, PerLane, Tokens
 
 # Windows that start within so many positions share their coins.
 SHARED_POSITIONS = 8
+# For computing beforehand how many tokens a control needs: rejections and steps a token of the demo model at the
+# self-test's sampling, and the events at which an exact test that sees each of them misses all once in a thousand runs.
+REJECTIONS_A_TOKEN, STEPS_A_TOKEN, EVENTS = 0.27, 0.4, 7
+# Standard deviations by which sharing coins shifts a window start behind a single token, and how many tokens there are
+# to one such start.
+SHARED_SHIFT, TOKENS_A_START = 0.17, 6.4
+# Share of tokens that top-p before the temperature adds or takes away, and what it has to add to a chi-square.
+TOP_P_SHARE, PIT_DISTANCE = 0.05, 50
+# Tests of an arm, about.
+NUM_TESTS = 16
 
 
 @dataclass(frozen=True)
@@ -23,9 +35,12 @@ class Control:
     """One way of being wrong."""
 
     name: str
-    # the share of decisions or steps that are wrong; 1 where all are
+    # the share of decisions or steps that are wrong; 1 where all are, 0 for the honest arm
     strength: float
     verbs: Verbs
+    # the test that should notice first, and how many tokens it should need
+    caught_by: str
+    num_tokens: int
 
 
 def controls(leak: float, stale_every: int) -> tuple[Control, ...]:
@@ -35,11 +50,18 @@ def controls(leak: float, stale_every: int) -> tuple[Control, ...]:
         leak: share of rejected drafts that are accepted anyway.
         stale_every: one commit out of so many leaves the recurrent state a token behind.
     """
+    leaky = math.ceil(EVENTS / (REJECTIONS_A_TOKEN * leak))
+    # a chi-square of 19 degrees of freedom, grown by so much a token in the last of 20 bins
+    misplaced = math.ceil(max(PIT_DISTANCE * 0.05 / TOP_P_SHARE**2, gates.MIN_SLOT_TOKENS) / STEPS_A_TOKEN)
+    shared = math.ceil(plan.tokens_to_catch(SHARED_SHIFT, 1.0, NUM_TESTS) * TOKENS_A_START)
+    stale = math.ceil(EVENTS * stale_every / STEPS_A_TOKEN)
     return (
-        Control("lossy acceptance", leak, Verbs(accept=LossyAccept(leak))),
-        Control("top-p before temperature", 1.0, Verbs(process=top_p_first)),
-        Control("coins shared by windows", 1.0, Verbs(accept=accept_with_shared_coins)),
-        Control("stale state", 1 / stale_every, Verbs(commit=StaleCommit(stale_every))),
+        Control("lossy acceptance", leak, Verbs(accept=LossyAccept(leak)), "coupled equality", leaky),
+        Control("top-p before temperature", 1.0, Verbs(process=top_p_first), "PIT, slot 0", misplaced),
+        Control("shared coins", 1.0, Verbs(accept=accept_with_shared_coins), "draft preference", shared),
+        Control(
+            "stale state", 1 / stale_every, Verbs(commit=StaleCommit(stale_every)), "texts and coupled equality", stale
+        ),
     )
 
 

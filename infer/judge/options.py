@@ -25,7 +25,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--report", type=Path, help="where the HTML page goes")
     parser.add_argument(
-        "--append", type=Path, metavar="RECORD", help="add passes to this record, of the same model and config"
+        "--append", type=Path, metavar="RECORD", help="add passes, and stages that it lacks, to this record"
     )
     parser.add_argument("--rule", choices=RULES, default="strict", help="how the record is judged (default strict)")
     parser.add_argument("--skip", default="", metavar="STAGE,...", help=f"any of {', '.join(STAGES)}")
@@ -79,8 +79,8 @@ def read_options(args: argparse.Namespace) -> Options:
         wrong = [name for name in given if name not in known]
         if wrong:
             raise ValueError(f"{option} {wrong[0]!r} must be one of {', '.join(known)}")
-    if not names or args.passes < 1:
-        raise ValueError(f"--passes {args.passes} of {len(names)} workloads: both must be at least 1")
+    if not names or args.passes < (0 if args.append else 1):
+        raise ValueError(f"--passes {args.passes} of {len(names)} workloads: both must be at least 1 (0 with --append)")
     acceptance = None if args.acceptance is None else _lengths(args.acceptance)
     if args.self_test and (acceptance is not None or args.model.startswith(RANDOM)):
         raise ValueError("--self-test needs natural acceptance and a trained model: its tests are of sampled tokens")

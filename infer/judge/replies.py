@@ -9,7 +9,8 @@ the count is decided by what comes later as well, so only window starts have a s
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -20,9 +21,11 @@ import numpy as np
 from infer import batch, programs
 from infer.engine import Engine
 from infer.judge import texts
-from infer.judge.scoring import TokenScores
+from infer.judge.scoring import DraftScores, TokenScores, judge_chunk, judge_drafts
 from infer.params import SamplingParams
 from infer.replies import Reply
+from mtp import cache as kv
+from mtp.kernels.sampling import Sampling
 from mtp.weights import Loaded
 
 NUM_BINS = 20
@@ -100,21 +103,40 @@ def score(
 
     `num_lanes` replies are read at once, those of similar length together.
     """
+    program = partial(judge_chunk, loaded.model, sampling=_sampling(loaded, law, num_lanes))
+    return _read(program, replace(loaded, head=None), prompts, drawn, num_lanes)
+
+
+def score_drafts(
+    loaded: Loaded, prompts: Sequence[Prompt], drawn: Sequence[Sequence[Reply]], law: Law, num_lanes: int
+) -> list[list[DraftScores]]:
+    """How every reply token compares with what the head would have drafted in its place; otherwise as `score`."""
+    program = partial(judge_drafts, loaded.model, loaded.head, sampling=_sampling(loaded, law, num_lanes))
+    return _read(program, loaded, prompts, drawn, num_lanes)
+
+
+def _sampling(loaded: Loaded, law: Law, num_lanes: int) -> Sampling:
+    params = [SamplingParams(**law.sampling, num_draft_tokens=0)] * num_lanes
+    return batch.make_request(params, (), loaded.config.vocab_size, law.usable_tokens).sampling
+
+
+def _read[S](
+    program: Callable[..., tuple[S, kv.Cache]],
+    loaded: Loaded,
+    prompts: Sequence[Prompt],
+    drawn: Sequence[Sequence[Reply]],
+    num_lanes: int,
+) -> list[list[S]]:
+    """A program's scores of the replies, their prompts read before."""
     work = [(place, number, reply) for place, replies in enumerate(drawn) for number, reply in enumerate(replies)]
     work.sort(key=lambda item: (len(item[2].token_ids), item[:2]))
     size = max(len(prompts[place].token_ids) + len(reply.token_ids) for place, _, reply in work)
-    request = batch.make_request(
-        [SamplingParams(**law.sampling, num_draft_tokens=0)] * num_lanes,
-        (),
-        loaded.config.vocab_size,
-        law.usable_tokens,
-    )
-    found: list[list[TokenScores | None]] = [[None] * len(replies) for replies in drawn]
+    found: list[list[S | None]] = [[None] * len(replies) for replies in drawn]
     for start in range(0, len(work), num_lanes):
         group = work[start : start + num_lanes]
         cache = batch.make_cache(
             loaded.config,
-            None,
+            loaded.head,
             lanes=num_lanes,
             tokens=size,
             num_draft_tokens=0,
@@ -122,9 +144,9 @@ def score(
         )
         before = [prompts[place].token_ids[:-1] for place, _, _ in group] + [()] * (num_lanes - len(group))
         for tokens, count in batch.chunks(before, texts.CHUNK):
-            cache = programs.read_chunk(loaded.model, None, cache, jnp.asarray(tokens), jnp.asarray(count))
+            cache = programs.read_chunk(loaded.model, loaded.head, cache, jnp.asarray(tokens), jnp.asarray(count))
         sequences = [(prompts[place].token_ids[-1], *reply.token_ids) for place, _, reply in group]
-        scores = texts.teacher_force(loaded, cache, sequences, request.sampling)
+        scores = texts.teacher_force(program, cache, sequences)
         for (place, number, _), one in zip(group, scores, strict=True):
             found[place][number] = one
     return found

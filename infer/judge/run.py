@@ -24,14 +24,13 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from infer.batch import PAGE_SIZE
 from infer.cli import provenance, read_text
 from infer.engine import Engine
 from infer.judge import gates, record, selftest, subject, texts, workloads
 from infer.judge import plan as planning
 from infer.judge import replies as sampling
 from infer.judge.config import WORKLOADS, JudgeConfig, Workload
-from infer.judge.options import ARMS, Options, read_options
+from infer.judge.options import ARMS, STAGES, Options, read_options
 from infer.judge.replies import Law, Prompt, seed_of
 from infer.judge.selftest import SCORED_LANES, VERIFY
 from infer.judge.subject import Subject, engine_of
@@ -124,12 +123,12 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self.end_stage()
         self._bar.stop()
 
     def stage(self, name: str, total: float) -> None:
         """Begins a stage; the one before is over."""
-        self._close()
+        self.end_stage()
         self._begun = (name, time.perf_counter())
         self._task = self._bar.add_task(name, total=total)
 
@@ -140,9 +139,10 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line above the bar."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
-    def _close(self) -> None:
+    def end_stage(self) -> None:
+        """Says how long the stage took."""
         if self._begun is None or self._task is None:
             return
         name, begun = self._begun
@@ -231,15 +231,15 @@ def engine_options(workload: Workload, max_length: int) -> dict[str, Any]:
     Raises:
         ValueError: the pool can't hold one request.
     """
-    pages = -(-max_length // PAGE_SIZE)
-    if workload.pool_tokens < pages * PAGE_SIZE:
+    pages = -(-max_length // workload.page_size)
+    if workload.pool_tokens < pages * workload.page_size:
         raise ValueError(f"pool_tokens={workload.pool_tokens} can't hold one request of {max_length} tokens")
     return {
         "num_draft_tokens": workload.num_draft_tokens,
         "max_lanes": workload.lanes,
-        "num_pages": workload.pool_tokens // PAGE_SIZE,
-        "page_size": PAGE_SIZE,
-        "max_length": pages * PAGE_SIZE,
+        "num_pages": workload.pool_tokens // workload.page_size,
+        "page_size": workload.page_size,
+        "max_length": pages * workload.page_size,
         "steps_per_turn": workload.steps_per_turn,
         "chunk_lengths": workload.chunk_lengths,
         "prefill_lanes": workload.prefill_lanes,
@@ -260,33 +260,31 @@ class Judge:
     display: Display
     raw: Record = field(default_factory=lambda: dict.fromkeys(RAW_FIELDS) | {"passes": {}})
 
-    def all(self) -> Record:
-        """Every stage that was asked for."""
-        skip = self.options.skip
-        for name in self.options.workloads:
+    def all(self, about: Record | None = None) -> Record:
+        """Every stage that was asked for; of a record that is added to, those that it lacks."""
+        wanted = {stage for stage in STAGES if stage not in self.options.skip}
+        for name in self.options.workloads if self.options.passes else ():
             self.time_workload(name)
-        if "texts" not in skip:
+        if "texts" in wanted and self.raw["texts"] is None:
             self.raw["texts"] = self.read_texts()
-        if self.natural and "equality" not in skip:
+        if self.natural and "equality" in wanted and self.raw["coupled"] is None:
             greedy = Law({"temperature": 0.0}, self.subject.law.stop_ids, self.subject.law.usable_tokens)
             self.raw["greedy"] = self.compare_equal("greedy equality", greedy, VERIFY)
             self.raw["coupled"] = self.compare_equal("coupled equality", self.subject.law, "coupled")
-        if self.natural and "replies" not in skip:
+        if self.natural and "replies" in wanted and self.raw["replies"] is None:
             self.sample_replies()
-        if self.options.self_test:
+        if self.options.self_test and self.raw["controls"] is None:
             self.raw["controls"] = self.run_controls()
-        return self.record()
+        return self.record(about)
 
     def append(self, before: Record) -> Record:
-        """The record with more passes. Raises ValueError, one line, if it is not of the same thing."""
+        """The record with more passes and the stages it lacked. Raises ValueError, one line, if it differs."""
         now = self.record()
         for name in ("model", "dtype", "config", "synthetic_acceptance"):
             if before.get(name) != now[name]:
                 raise ValueError(f"the record has {name}={_short(before.get(name))}, this run {_short(now[name])}")
         self.raw = before["raw"]
-        for name in self.options.workloads:
-            self.time_workload(name)
-        return self.record(before["about"])
+        return self.all(before["about"])
 
     @property
     def natural(self) -> bool:
@@ -318,6 +316,13 @@ class Judge:
         """One of the config's."""
         return {"solo": self.config.solo, "team": self.config.team, "busy": self.config.busy}[name]
 
+    def longest(self, workload: Workload) -> int:
+        """Tokens of the longest request, timed or sampled: one size for both, so that both run the same programs."""
+        if not self.natural:
+            return workload.max_length
+        sampled = max(len(prompt.token_ids) for prompt in self.prompts("num_prompts", self.config.replies.num_prompts))
+        return max(workload.max_length, sampled + self.config.replies.max_tokens)
+
     # -- timed passes --------------------------------------------------------------------------------------------------
 
     def time_workload(self, name: str) -> None:
@@ -325,7 +330,7 @@ class Judge:
         workload, passes = self.workload(name), self.raw["passes"].setdefault(name, [])
         self.display.stage(f"{name}: {self.options.passes} passes", len(ARMS) * self.options.passes)
         acceptance = self.options.acceptance
-        options = engine_options(workload, workload.max_length)
+        options = engine_options(workload, self.longest(workload))
         if acceptance is not None:
             options["synthetic_acceptance"] = acceptance[WORKLOADS.index(name)]
         stream = self.token_stream(workload.prompt_tokens)
@@ -349,7 +354,7 @@ class Judge:
     ) -> Record:
         """Warms an engine up, which is timed apart, and measures it."""
         begun = time.perf_counter()
-        engine.warm_up()
+        engine.warm_up([engine.num_draft_tokens])
         length = min(WARM_TOKENS, workload.reply_tokens)
         warm = SamplingParams(**self.subject.law.sampling, max_tokens=length, ignore_eos=True)
         engine.generate([request.prompt for request in requests[: workload.lanes]], warm)
@@ -421,7 +426,7 @@ class Judge:
     ) -> list[list[Reply]]:
         """Replies of one arm under a workload's engine settings."""
         longest = max(len(prompt.token_ids) for prompt in prompts) + self.config.replies.max_tokens
-        options = engine_options(self.workload(workload), max(longest, self.workload(workload).max_length))
+        options = engine_options(self.workload(workload), max(longest, self.longest(self.workload(workload))))
         with engine_of(self.subject, arm, **options | changes) as engine:
             return sampling.draw(
                 engine,
@@ -451,6 +456,7 @@ class Judge:
             tokens = plan.num_tokens or plan.num_replies * settings.max_tokens
             self.display.stage(f"replies, look {look + 1} of {plan.num_looks}", tokens / plan.num_looks)
             self.take_look(tally, prompts, plan.repetitions, ("look", look))
+            self.display.end_stage()
             looks.append(tally.clusters_record())
             self.raw["martingale"] = tally.martingale_record()
             verdicts = {one.name: one.verdict for one in gates.check(self.record(), self.options.rule)}
@@ -497,6 +503,7 @@ class Judge:
 
     def announce(self, plan: planning.Plan) -> None:
         """What the sample will cost, before it is drawn."""
+        self.display.end_stage()
         size = f"{plan.num_replies:,} replies to {plan.num_prompts} prompts in at most {plan.num_looks} looks"
         tokens = "" if plan.num_tokens is None else f", about {plan.num_tokens:,} tokens"
         seconds = "" if plan.seconds is None else f" and {plan.seconds:.0f} s"
@@ -517,6 +524,7 @@ class Judge:
         def draw(arm: str, law: Law, repetitions: int, seed: Sequence[object], **changes: Any) -> list[list[Reply]]:
             return self.draw(arm, "team", prompts, law, repetitions, seed, **changes)
 
+        self.display.end_stage()
         test = selftest.SelfTest(self.subject, self.config, prompts, self.texts(), draw)
         for line in test.announcement():
             self.display.say(line)

@@ -162,7 +162,7 @@ def read_windows(
     def step(gen: Generation, window: Windows) -> tuple[Generation, Array]:
         lanes, num_draft_tokens = window.drafts.shape
         laws = jnp.zeros((lanes, num_draft_tokens, model.config.vocab_size), jnp.float32)
-        proposal = speculative.Proposal(window.drafts, laws, window.num_drafts, jnp.ones((lanes,), bool))
+        proposal = speculative.Proposal(window.drafts, laws, window.num_drafts)
         seen, cache = speculative.verify(model, gen, gen.cache, request, proposal, verbs=verbs)
         found = _pick(seen.logits, window.targets) - jax.nn.logsumexp(seen.logits, axis=-1)
         return replace(gen, cache=verbs.commit(cache, seen.hidden, window.targets, window.num_committed)), found

@@ -4,8 +4,9 @@ That path is generation's: windows of k + 1 rows over pages, with wrong drafts a
 count from 0 to k of drafts is committed, state and all. Many texts are read at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,28 +49,27 @@ def read_plainly(loaded: Loaded, texts: Sequence[Text], num_lanes: int) -> list[
         cache = batch.make_cache(
             loaded.config, None, lanes=num_lanes, tokens=size, num_draft_tokens=0, dtype=_dtype(loaded)
         )
-        scores = teacher_force(loaded, cache, [text.token_ids for text in group], Sampling.alike(num_lanes))
-        found += [Reading(one.log_prob) for one in scores]
+        judge_chunk = partial(scoring.judge_chunk, loaded.model, sampling=Sampling.alike(num_lanes))
+        found += [Reading(one.log_prob) for one in teacher_force(judge_chunk, cache, [t.token_ids for t in group])]
     return found
 
 
-def teacher_force(
-    loaded: Loaded, cache: kv.Cache, sequences: Sequence[Sequence[int]], sampling: Sampling
-) -> list[scoring.TokenScores]:
+def teacher_force[S](
+    program: Callable[..., tuple[S, kv.Cache]], cache: kv.Cache, sequences: Sequence[Sequence[int]]
+) -> list[S]:
     """Scores of every token behind the first of each sequence, read chunk by chunk; fields are numpy arrays [T].
 
     Args:
+        program: from cache, tokens, how many of each lane, and targets, to scores [B, T] and the cache behind them.
         cache: holds what comes before each sequence, and room for it; lanes beyond the sequences stay idle. It is
             used up.
     """
     lanes = cache.lengths.shape[0]
     rows = [sequence[:-1] for sequence in sequences] + [()] * (lanes - len(sequences))
     behind = [sequence[1:] for sequence in sequences] + [()] * (lanes - len(sequences))
-    parts: list[list[scoring.TokenScores]] = [[] for _ in sequences]
+    parts: list[list[S]] = [[] for _ in sequences]
     for (tokens, count), (targets, _) in zip(batch.chunks(rows, CHUNK), batch.chunks(behind, CHUNK), strict=True):
-        scores, cache = scoring.judge_chunk(
-            loaded.model, cache, jnp.asarray(tokens), jnp.asarray(count), jnp.asarray(targets), sampling
-        )
+        scores, cache = program(cache, jnp.asarray(tokens), jnp.asarray(count), jnp.asarray(targets))
         scores = jax.device_get(scores)
         for lane, (own, end) in enumerate(zip(parts, count, strict=False)):
             own.append(jax.tree.map(lambda x, lane=lane, end=end: x[lane, :end], scores))

@@ -47,6 +47,13 @@ def engine(poison: bool = False, **options: Any) -> Engine:
     return Engine(loaded(poison), None, **(defaults | options))
 
 
+def hopeful(**options: Any) -> Engine:
+    """One that expects replies to be short, and so admits more than the pool can hold."""
+    made = engine(**options)
+    made.scheduler.expected_share = 0.0
+    return made
+
+
 def prompt(seed: int, length: int) -> list[int]:
     """Random tokens, the poison not among them."""
     drawn = np.random.default_rng(seed).integers(0, 500, length)

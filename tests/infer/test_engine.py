@@ -12,7 +12,7 @@ import pytest
 from infer.engine import Engine
 from infer.params import SamplingParams
 from infer.replies import Reply
-from tests.infer.engines import LAWS, answer, assert_as_new, engine, prompt, requests
+from tests.infer.engines import LAWS, answer, assert_as_new, engine, hopeful, prompt, requests
 
 PLAIN: dict[str, Any] = {"num_draft_tokens": 0}
 
@@ -72,7 +72,7 @@ def test_preemption_changes_no_reply(law: str) -> None:
     # 6 pages each when they are done, and the pool has 8
     params = [SamplingParams(temperature=n / 2, seed=n, max_tokens=80, ignore_eos=True) for n in range(4)]
     undisturbed = [answer(engine(verify=law), [p], s)[0] for p, s in zip(prompts, params, strict=True)]
-    one = engine(verify=law)
+    one = hopeful(verify=law)
     replies = answer(one, prompts, params)
     same(replies, undisturbed)
     assert one.stats.num_preemptions > 0 and sum(r.num_preemptions for r in replies) == one.stats.num_preemptions
@@ -125,7 +125,7 @@ def test_exact_runs_plain_decoding_in_the_window_program_and_gives_the_same_text
 
 
 def test_nothing_compiles_after_warm_up() -> None:
-    one = engine()
+    one = hopeful()
     one.warm_up()
     answer(one, *requests())
     answer(one, [prompt(0, 5)] * 3, SamplingParams(max_tokens=80, ignore_eos=True, temperature=1.0, n=2))

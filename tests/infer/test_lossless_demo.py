@@ -5,12 +5,13 @@ doesn't, the two best values that plain decoding compared must lie within roundi
 it is printed.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from infer.batch import BatchGenerator, decoded_tokens, summarise
-from infer.params import SamplingParams
+from infer.compare import decoded_tokens, engine_for, mismatch, summarise
+from infer.params import SamplingParams, Task
 from infer.tokenizer import Tokenizer
 from mtp import weights
 
@@ -121,13 +122,6 @@ PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def generator() -> BatchGenerator:
-    directory = weights.resolve("demo")
-    loaded = weights.load("demo", dtype="float32")
-    return BatchGenerator(loaded, Tokenizer.from_pretrained(directory, loaded.config), num_lanes=LANES)
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 32},
     # shorter: on a CPU, filtering 8,192 tokens in seven rows a lane costs more than the model
@@ -137,28 +131,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_speculative_text_equals_plain_text(
-    generator: BatchGenerator, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_speculative_text_equals_plain_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(set(PROMPTS)) == 100
-    params = SamplingParams().with_fields(SETTINGS[name])
-    replies, differing = [], []
-    for start in range(0, len(PROMPTS), LANES):
-        prompts = [generator.tokenizer.encode(text) for text in PROMPTS[start : start + LANES]]
-        plain = generator.run(prompts, params, num_draft_tokens=0).replies
-        ours = generator.run(prompts, params).replies
-        replies += ours
-        for prompt, reply, truth in zip(prompts, ours, plain, strict=True):
-            if reply.token_ids == truth.token_ids:
-                assert (reply.text, reply.finish_reason) == (truth.text, truth.finish_reason)
-                continue
-            found = generator.mismatch(prompt, reply, truth, params)
-            assert found is not None
-            differing.append(found)
-            with capsys.disabled():
-                print(f"\n{name}: {generator.tokenizer.decode(prompt)!r} differs: {found}")
+    loaded = weights.load("demo", dtype="float32")
+    tokenizer = Tokenizer.from_pretrained(weights.resolve("demo"), loaded.config)
+    params = SamplingParams(num_draft_tokens=3).with_fields(SETTINGS[name])
+    tasks = [Task(tokenizer.encode(text), params) for text in PROMPTS]
+    engine = engine_for(loaded, tokenizer, tasks, max_lanes=LANES, snapshot_memory=0)
+    prompts = [task.token_ids for task in tasks]
+    ours, plain = (
+        [result.reply for result in engine.generate(prompts, replace(params, num_draft_tokens=k))] for k in (3, 0)
+    )
+    differing = []
+    for task, reply, truth in zip(tasks, ours, plain, strict=True):
+        if reply.token_ids == truth.token_ids:
+            assert (reply.text, reply.finish_reason) == (truth.text, truth.finish_reason)
+            continue
+        found = mismatch(engine, task, reply, truth)
+        assert found is not None
+        differing.append(found)
+        with capsys.disabled():
+            print(f"\n{name}: {tokenizer.decode(task.token_ids)!r} differs: {found}")
     assert all(found.near_tie for found in differing)
-    assert len(differing) <= MOST_NEAR_TIES * decoded_tokens(replies) + 1
+    assert len(differing) <= MOST_NEAR_TIES * decoded_tokens(ours) + 1
+    assert not any(any(reply.drafted) for reply in plain)
     # A drafter that is never right would prove nothing.
-    accepted = summarise(replies).acceptance_length
+    accepted = summarise(ours).acceptance_length
     assert accepted is not None and accepted > 1.3

@@ -66,7 +66,7 @@ def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers() -> None
 
 
 def test_order_of_arrival_and_no_overcommitment() -> None:
-    scheduler = make(num_lanes=3, num_pages=8)
+    scheduler = make(num_lanes=3, num_pages=9)
     big, small = job(1, 16, 4), job(2, 4, 4)
     for one in (job(0, 12, 4), big, small):
         scheduler.submit(one)
@@ -75,11 +75,13 @@ def test_order_of_arrival_and_no_overcommitment() -> None:
     assert scheduler.waiting == [big, small]
     scheduler.finish(scheduler.live[0])
     assert [a.job.number for a in admit(scheduler)] == [1, 2]
-    assert held(scheduler) <= 8 and scheduler.held_pages == held(scheduler)
+    assert held(scheduler) <= 9 and scheduler.held_pages == held(scheduler)
 
 
 def test_a_dry_pool_preempts_the_newest_which_then_keeps_its_place() -> None:
     scheduler = make(num_lanes=3, num_pages=8)
+    # replies so far were short, these are not
+    scheduler.expected_share = 0.0
     old, new, later = job(0, 4, 24), job(1, 4, 24), job(2, 4, 4)
     for one in (old, new):
         scheduler.submit(one)
@@ -100,6 +102,35 @@ def test_a_dry_pool_preempts_the_newest_which_then_keeps_its_place() -> None:
     scheduler.finish(old)
     first = admit(scheduler)[0]
     assert first.job is new and new.saved == "what it had" and len(new.pages) >= 4
+
+
+@pytest.mark.parametrize("stagger", [0, 20])
+def test_nobody_is_preempted_while_replies_are_as_long_as_expected(stagger: int) -> None:
+    scheduler = make(num_lanes=12, num_pages=64)
+    for number in range(40):
+        scheduler.submit(job(number, 8, 32 + stagger * (number % 3 - 1)))
+    fullest, most = 0, 0
+    while scheduler.waiting or scheduler.live:
+        admit(scheduler, room=2)
+        for one in scheduler.live:
+            assert scheduler.grow(one, 2) is None
+            one.known += 1
+            if one.known == one.limit:
+                scheduler.finish(one, of_itself=True)
+        fullest, most = max(fullest, held(scheduler)), max(most, len(scheduler.live))
+    # and yet the pool is used: it could not hold so many at their full length
+    assert fullest > 0.85 * 64 and most >= 64 // 10
+    assert scheduler.expected_share == pytest.approx(1.0)
+
+
+def test_how_long_replies_are_expected_to_be_follows_those_that_end_of_themselves() -> None:
+    scheduler = make(num_lanes=1)
+    for number in range(200):
+        scheduler.submit(job(number, 4, 20))
+        one = admit(scheduler)[0].job
+        one.known += 5
+        scheduler.finish(one, of_itself=number < 100)
+    assert scheduler.expected_share == pytest.approx(0.25, abs=0.01)
 
 
 def test_a_job_with_results_under_way_is_not_resumed_before_they_are_seen() -> None:
@@ -191,6 +222,8 @@ def test_fault_22_ten_thousand_random_events_leave_pool_and_lanes_as_they_began(
     """vllm and sglang leaked slots when an admission failed or a request left at an odd moment."""
     rng = np.random.default_rng(3)
     scheduler = make(num_lanes=4, num_pages=24, snapshots=3, every=8)
+    # it hopes for the best, so that the pool runs dry now and then
+    scheduler.expected_share = 0.0
     alive: list[Job] = []
     seen = {"preempted": 0, "hit": 0, "refused": 0}
     families = [rng.integers(0, 50, 24).tolist() for _ in range(4)]

@@ -44,7 +44,7 @@ def continuation() -> tuple[Request, Generation, np.ndarray]:
 def scripted_step(model: Qwen35, gen: Generation, request: Request, drafts: jax.Array, count: jax.Array) -> Generation:
     """One step of the shipped verbs with these drafts in place of the head's."""
     one_hot = jax.nn.one_hot(drafts, rig.CONFIG.vocab_size, dtype=jnp.float32)
-    proposal = Proposal(drafts, jnp.log(one_hot), jnp.where(gen.live, count, 0), jnp.ones_like(gen.live))
+    proposal = Proposal(drafts, jnp.log(one_hot), jnp.where(gen.live, count, 0))
     verification, cache = verify(model, gen, gen.cache, request, proposal)
     return accept_and_commit(gen, cache, request, proposal, verification, law="rejection")
 

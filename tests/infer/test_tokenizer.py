@@ -1,5 +1,6 @@
 """Text from tokens as they come, and everything a checkpoint's directory says about replies."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -98,6 +99,28 @@ def test_stop_strings_are_never_shown(tokenizer: Tokenizer, size: int) -> None:
 def test_first_of_several_stop_strings_wins(tokenizer: Tokenizer) -> None:
     stream, pieces = stream_by(tokenizer, tokenizer.encode("abc def ghi"), [100], stop=("ghi", "def g", "zzz"))
     assert "".join(pieces) == "abc "
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_the_order_of_stop_strings_means_nothing(tokenizer: Tokenizer, size: int) -> None:
+    """The one that is complete first cuts the text, though another began before it, whatever the tokens are."""
+    ids = tokenizer.encode("wxabcdef")
+    for stops, cut in (
+        (("ab", "xabc"), "wx"),
+        (("abc", "xabc"), "w"),
+        (("xab", "ab", "zz"), "w"),
+        (("wxabcdef", "cd"), "wxab"),
+        (("f", "q"), "wxabcde"),
+    ):
+        for order in itertools.permutations(stops):
+            stream, pieces = stream_by(tokenizer, ids, [size] * len(ids), stop=order)
+            assert stream.stopped and "".join(pieces) == stream.text == cut, order
+    # also where one token brings both
+    text = next(text for i in range(len(tokenizer)) if len(text := tokenizer.decode([i])) == 4 and text.isalpha())
+    assert len(tokenizer.encode(text)) == 1
+    for order in ((text[1:3], text), (text, text[1:3])):
+        stream, pieces = stream_by(tokenizer, tokenizer.encode(text), [1], stop=order)
+        assert "".join(pieces) == stream.text == text[:1]
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:

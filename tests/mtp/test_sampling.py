@@ -1,6 +1,7 @@
 """The transform of logits against a float64 twin that sorts; the counter noise, and what it depends on."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,17 @@ import numpy as np
 import pytest
 
 from mtp.kernels.sampling import (
+    History,
     Sampling,
     WindowNoise,
+    adjust_logits,
     forbid_tokens,
     process_logits,
+    remember,
     sample,
     target_noise,
 )
+from tests.sampling_twin import adjusted, processed
 
 SETTINGS = (
     dict(temperature=1.0),
@@ -40,6 +45,7 @@ def all_noise(window: WindowNoise, vocab_size: int) -> dict[str, jax.Array]:
         "draft": jnp.stack([window.draft("block", i, vocab_size) for i in range(3)], axis=1),
         "coupled": jnp.stack([window.draft("coupled", i, vocab_size) for i in range(3)], axis=1),
         "coins": window.coins(3),
+        "synthetic": window.synthetic(3),
         "recover": jnp.stack([window.next_token(rows[i], yes, vocab_size) for i in range(3)], axis=1),
         "bonus": jnp.stack([window.next_token(row, no, vocab_size) for row in rows], axis=1),
         "target": window.target(4, vocab_size),
@@ -51,23 +57,6 @@ def lanes(settings: tuple[dict, ...], bias: np.ndarray | None = None) -> Samplin
     each = [Sampling.alike(1, **s) for s in settings]
     stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
     return stacked if bias is None else Sampling(**(vars(stacked) | {"bias": jnp.asarray(bias)}))
-
-
-def processed(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """Float64 probabilities of one row, by sorting; its own account of the order and the ties."""
-    if temperature == 0:
-        return np.eye(len(logits))[np.argmax(logits)]
-    with np.errstate(under="ignore"):
-        p = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
-    if 0 < top_k < len(p):
-        p = np.where(p >= np.sort(p)[-top_k], p, 0.0)
-    p /= p.sum()
-    if top_p < 1:
-        falling = np.sort(p)[::-1]
-        last = min(np.searchsorted(np.cumsum(falling), top_p), len(p) - 1)
-        p = np.where(p >= falling[last], p, 0.0)
-    p = np.where(p >= min_p * p.max(), p, 0.0)
-    return p / p.sum()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 1000])
@@ -140,6 +129,134 @@ def test_forbidden_tokens_only_on_the_rows_asked_for():
     assert got[0, 0].tolist() == got[0, 2].tolist() == [True, False, True, True, False]
 
 
+# What `adjust_logits` can do, one feature a lane; the last lane does everything.
+PENALTIES: tuple[dict[str, float], ...] = (
+    {},
+    {"presence": 1.5},
+    {"frequency": -0.7},
+    {"repetition": 1.6},
+    {"repetition": 0.5},
+    {"presence": -2.0, "frequency": 2.0},
+    {},
+    {"presence": 0.8, "frequency": 0.6, "repetition": 1.3},
+)
+# Lanes that obey a token mask, and the state each is in.
+MASK_STATES = (0, 0, 0, 0, 0, 0, 2, 3)
+FORBIDDING = (2, 7)
+
+
+@jax.jit
+def whole_transform(
+    logits: jax.Array, sampling: Sampling, history: History, table: jax.Array, before: jax.Array, stops: jax.Array
+) -> jax.Array:
+    """All of it, as decoding puts it together; `stops` are forbidden on the first two rows."""
+    logits = adjust_logits(logits, sampling, history, table, before)
+    early = jnp.broadcast_to(jnp.arange(logits.shape[1])[None, :] < 2, logits.shape[:2])
+    return process_logits(forbid_tokens(logits, stops, early), sampling)
+
+
+def history_case(seed: int, vocab_size: int) -> dict[str, Any]:
+    """Random prompts, replies, window tokens, automaton, bias and logits for the lanes of `PENALTIES`."""
+    rng = np.random.default_rng(seed)
+    lane_count = len(PENALTIES)
+    replies = [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(0, 9, lane_count)]
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(1, 6, lane_count)]
+    table = rng.integers(1, 5, (5, vocab_size)).astype(np.int32)
+    table[rng.random(table.shape) < 0.6] = -1
+    table[:, 3], table[0] = 1, 0
+    bias = rng.normal(0, 2, (lane_count, vocab_size)).astype(np.float32)
+    bias[:6] = 0
+    # what row t of a window of three drafts has before it: the first t of them
+    drafts = rng.integers(0, vocab_size, (lane_count, 3))
+    drafts[:, 1] = drafts[:, 0]
+    state = MASK_STATES
+    for lane in (6, 7):
+        at = state[lane]
+        for j in range(3):
+            drafts[lane, j] = rng.choice(np.flatnonzero(table[at] >= 0))
+            at = table[at, drafts[lane, j]]
+    before = np.where(np.arange(3)[None, None, :] < np.arange(4)[None, :, None], drafts[:, None, :], -1)
+    logits = rng.normal(0, 3, (lane_count, 4, vocab_size)).astype(np.float32)
+    stops = np.full((lane_count, 2), -1, np.int32)
+    stops[list(FORBIDDING), 0] = [int(np.argmax(logits[2, 0])), 5]
+    return dict(
+        logits=logits, prompts=prompts, replies=replies, drafts=drafts, before=before.astype(np.int32), table=table,
+        bias=bias, stops=stops,
+    )  # fmt: skip
+
+
+def history_of(case: dict[str, Any]) -> History:
+    size = case["logits"].shape[-1]
+    seen = np.stack([np.bincount(tokens, minlength=size) > 0 for tokens in case["prompts"]])
+    counts = np.stack([np.bincount(np.asarray(tokens, np.int64), minlength=size) for tokens in case["replies"]])
+    return History(jnp.asarray(seen), jnp.asarray(counts, jnp.int32), jnp.asarray(MASK_STATES, jnp.int32))
+
+
+def penalised_lanes(case: dict[str, Any], temperature: float, **filters: float) -> Sampling:
+    """The lanes of `PENALTIES`, all with one temperature and one set of filters."""
+    alike = Sampling.alike(len(PENALTIES), temperature=temperature, **filters)
+    values = {
+        f"{name}_penalty": jnp.asarray([p.get(name, off) for p in PENALTIES], jnp.float32)
+        for name, off in (("presence", 0.0), ("frequency", 0.0), ("repetition", 1.0))
+    }
+    return Sampling(**(vars(alike) | values | {"bias": jnp.asarray(case["bias"])}))
+
+
+@pytest.mark.parametrize("filters", [dict(temperature=0.8), dict(temperature=1.3, top_k=20, top_p=0.9, min_p=0.05)])
+def test_whole_transform_equals_float64_twin(filters):
+    """Support equal, probabilities within 5e-6, on every row of a window: each sees the drafts before it."""
+    for seed in range(3):
+        case = history_case(seed, 60)
+        given = (case["table"], case["before"], case["stops"])
+        sampling = penalised_lanes(case, **filters)
+        got = whole_transform(jnp.asarray(case["logits"]), sampling, history_of(case), *(jnp.asarray(x) for x in given))
+        got = np.exp(np.asarray(got, np.float64))
+        for b, penalties in enumerate(PENALTIES):
+            state = MASK_STATES[b]
+            for t in range(4):
+                if t:
+                    state = case["table"][state, case["drafts"][b, t - 1]]
+                stops = [s for s in case["stops"][b] if s >= 0 and t < 2]
+                row = adjusted(
+                    case["logits"][b, t],
+                    case["prompts"][b],
+                    [*case["replies"][b], *case["drafts"][b, :t].tolist()],
+                    bias=case["bias"][b],
+                    forbidden=[*stops, *np.flatnonzero(case["table"][state] < 0)],
+                    **penalties,
+                )
+                want = processed(row, **filters)
+                np.testing.assert_array_equal(got[b, t] > 0, want > 0, err_msg=f"{seed=} lane {b} row {t}")
+                np.testing.assert_allclose(got[b, t], want, atol=5e-6, err_msg=f"{seed=} lane {b} row {t}")
+
+
+def test_lanes_that_ask_for_nothing_keep_their_bits():
+    """A lane without penalties or mask is the same beside lanes that have them, and alone."""
+    case = history_case(3, 60)
+    given = [jnp.asarray(case[name]) for name in ("table", "before", "stops")]
+    beside = np.asarray(
+        whole_transform(jnp.asarray(case["logits"]), penalised_lanes(case, 0.9), history_of(case), *given)
+    )
+    plain = Sampling(**(vars(Sampling.alike(len(PENALTIES), temperature=0.9)) | {"bias": jnp.asarray(case["bias"])}))
+    blank = History(history_of(case).prompt, history_of(case).counts, jnp.zeros((len(PENALTIES),), jnp.int32))
+    alone = np.asarray(whole_transform(jnp.asarray(case["logits"]), plain, blank, *given))
+    np.testing.assert_array_equal(beside[0], alone[0])
+    assert all((beside[b] != alone[b]).any() for b in range(1, len(PENALTIES)))
+
+
+def test_history_remembers_kept_tokens_only():
+    """The first `count` tokens of each lane are counted, repeated ones too, and the automaton takes those steps."""
+    table = np.array([[0, 0, 0, 0], [2, -1, 1, -1], [-1, 1, 2, -1]], np.int32)
+    tokens = jnp.asarray([[0, 1, 2, 0], [0, 1, 2, 0], [2, 2, 3, 0], [3, 3, 3, 3]], jnp.int32)
+    start = History(jnp.zeros((4, 4), bool), jnp.ones((4, 4), jnp.int32), jnp.asarray([1, 1, 1, 0], jnp.int32))
+    after = jax.jit(remember)(start, jnp.asarray(table), tokens, jnp.asarray([4, 1, 2, 3], jnp.int32))
+    assert (np.asarray(after.counts) - 1).tolist() == [[2, 1, 1, 0], [1, 0, 0, 0], [0, 0, 2, 0], [0, 0, 0, 3]]
+    # 1 -0-> 2 -1-> 1 -2-> 1 -0-> 2; 1 -0-> 2; 1 -2-> 1 -2-> 1; no mask stays no mask
+    assert after.mask_state.tolist() == [2, 2, 1, 0]
+    unmasked = jax.jit(remember)(start, None, tokens, jnp.zeros((4,), jnp.int32))
+    assert unmasked.mask_state.tolist() == [1, 1, 1, 0] and (np.asarray(unmasked.counts) == 1).all()
+
+
 def test_sample_never_leaves_the_support():
     """A token at -inf is not picked, however unlikely the one token left."""
     log_probs = jnp.full((1000, 50), -jnp.inf).at[:, 31].set(0.0)
@@ -182,15 +299,15 @@ def test_target_noise_belongs_to_the_absolute_position():
 
 
 def test_streams_and_counters_are_disjoint():
-    """No two of 2,000 first words agree over seeds, sample indices, streams, positions and offsets."""
+    """No two of 2,600 first words agree over seeds, sample indices, streams, positions and offsets."""
     settings = [dict(seed=seed, sample_index=index) for seed in (0, 1) for index in (0, 1) for _ in range(50)]
     positions = jnp.asarray(np.tile(np.arange(50), 4), jnp.int32)
     noise = all_noise(WindowNoise(lanes(tuple(settings)), positions), 1)
-    coins = -np.log(-np.log1p(-np.asarray(noise["coins"])))
-    seen = [noise["draft"].ravel(), coins.ravel(), noise["recover"].ravel(), noise["bonus"][:, 0].ravel()]
+    coins = [-np.log(-np.log1p(-np.asarray(noise[name]))).ravel() for name in ("coins", "synthetic")]
+    seen = [*coins, noise["draft"].ravel(), noise["recover"].ravel(), noise["bonus"][:, 0].ravel()]
     # Different words differ as floats but for one pair in 2^23 or so; the seeds are fixed.
     words = np.sort(np.concatenate([np.asarray(x, np.float32) for x in seen]))
-    assert words.size == 2000 and np.diff(words).min() > 0
+    assert words.size == 2600 and np.diff(words).min() > 0
 
 
 def test_inference_C32_first_token_has_the_entropy_of_its_law():

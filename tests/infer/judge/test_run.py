@@ -1,6 +1,11 @@
-"""The judge's measurements: what is timed, what is scored, and whether its controls are wrong where they should be."""
+"""The judge's measurements: what is timed, what is scored, whether its controls are wrong where they should be, and a
+whole run on a model of two layers. All engines here have the same shapes and share their programs.
+"""
 
-from types import SimpleNamespace
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,10 +14,16 @@ import numpy as np
 import pytest
 
 from infer.decode import HONEST
-from infer.judge import controls, replies, scoring, texts, workloads
+from infer.engine import Engine
+from infer.judge import __main__ as command
+from infer.judge import controls, gates, record, replies, run, scoring, selftest, texts, workloads
+from infer.judge.config import Controls, JudgeConfig, Replies, Texts, Workload
+from infer.judge.options import Options
 from infer.judge.replies import Law, Prompt
+from infer.judge.subject import Subject
 from infer.judge.workloads import Sample
 from infer.replies import Reply
+from mtp import cache as kv
 from mtp.acceptance import accept
 from mtp.kernels.sampling import Sampling, WindowNoise, process_logits
 from tests.infer import engines
@@ -20,9 +31,20 @@ from tests.infer import engines
 LAW = Law({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, (511,), 500)
 
 
-def shape(**fields: Any) -> SimpleNamespace:
-    known = dict(num_requests=9, prompt_tokens=20, reply_tokens=24, stagger=0.25, window="refill", full_share=0.9)
-    return SimpleNamespace(**known | fields)
+def workload(**fields: Any) -> Workload:
+    """Three lanes and 18 pages, as all engines here have."""
+    known: dict[str, Any] = dict(lanes=3, num_requests=9, prompt_tokens=20, reply_tokens=24, stagger=0.25)
+    known |= dict(window="refill", pool_tokens=3 * engines.MAX_LENGTH, page_size=engines.PAGE_SIZE)
+    return Workload(**known | dict(chunk_lengths=(8, 32), prefill_lanes=2, steps_per_turn=4) | fields)
+
+
+def engine(k: int) -> Engine:
+    return Engine(
+        engines.loaded(), None, **run.engine_options(workload(), engines.MAX_LENGTH) | {"num_draft_tokens": k}, **FIXED
+    )
+
+
+FIXED: dict[str, Any] = dict(snapshot_memory=0, max_mask_states=1, usable_tokens=LAW.usable_tokens)
 
 
 def reply(**fields: Any) -> Reply:
@@ -61,27 +83,27 @@ SAMPLES = [
     ],
 )
 def test_what_is_timed(window: str, expected: tuple[float, int]) -> None:
-    assert workloads.timed(SAMPLES, shape(window=window)) == expected
+    assert workloads.timed(SAMPLES, workload(window=window)) == expected
 
 
 def test_a_window_that_never_opens_is_an_error() -> None:
     idle = [Sample(float(i), i, 1, 0, 0.5) for i in range(4)]
     with pytest.raises(ValueError, match="nobody ever waits: 9 requests"):
-        workloads.timed(idle, shape(window="refill"))
+        workloads.timed(idle, workload(window="refill"))
     with pytest.raises(ValueError, match=r"never 90% full while requests wait \(at most 0%\)"):
-        workloads.timed([Sample(0.0, 0, 0, 0, 0.0), *idle[1:]], shape(window="full"))
+        workloads.timed([Sample(0.0, 0, 0, 0, 0.0), *idle[1:]], workload(window="full"))
 
 
 def test_requests_are_the_same_for_both_arms_and_staggered() -> None:
     stream = list(range(100))
-    first, again = (workloads.make_requests(shape(), stream, seed=3) for _ in range(2))
-    assert first == again != workloads.make_requests(shape(), stream, seed=4)
+    first, again = (workloads.make_requests(workload(), stream, seed=3) for _ in range(2))
+    assert first == again != workloads.make_requests(workload(), stream, seed=4)
     lengths = sorted(request.num_tokens for request in first)
     assert lengths[0] == 18 and lengths[-1] == 30 and len(set(lengths)) > 5
     assert all(len(request.prompt) == 20 for request in first)
-    assert {request.num_tokens for request in workloads.make_requests(shape(stagger=0.0), stream, seed=3)} == {24}
+    assert {request.num_tokens for request in workloads.make_requests(workload(stagger=0.0), stream, seed=3)} == {24}
     with pytest.raises(ValueError, match="the texts hold 19 tokens and a prompt takes prompt_tokens=20"):
-        workloads.make_requests(shape(), stream[:19], seed=3)
+        workloads.make_requests(workload(), stream[:19], seed=3)
 
 
 def test_steps_by_context() -> None:
@@ -97,9 +119,9 @@ def test_steps_by_context() -> None:
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_measured_pass(k: int) -> None:
     """Tokens, steps and drafts add up, and all of it happens behind the first submission."""
-    engine = engines.engine(num_draft_tokens=k, snapshot_memory=0)
-    requests = workloads.make_requests(shape(), engines.prompt(1, 200), seed=3)
-    arm = workloads.measure(engine, shape(window="whole"), requests, {"temperature": 1.0}, seed=5)
+    server = engine(k)
+    requests = workloads.make_requests(workload(), engines.prompt(1, 200), seed=3)
+    arm = workloads.measure(server, workload(window="whole"), requests, {"temperature": 1.0}, seed=5)
     assert arm["wall_tokens"] == sum(request.num_tokens for request in requests)
     assert 0 < arm["wall_seconds"] and len(arm["drafted"]) == k
     assert arm["num_verify_steps"] == sum(bucket["steps"] for bucket in arm["by_context"])
@@ -111,7 +133,7 @@ def test_a_measured_pass(k: int) -> None:
         assert sum(arm["accepted"]) > 0
     seconds = [point[0] for point in arm["fill"]]
     assert seconds == sorted(seconds) and max(point[1] for point in arm["fill"]) > 0.2
-    engine.close()
+    server.close()
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -172,9 +194,9 @@ def drawn() -> dict[int, list[list[Reply]]]:
     """Replies of both arms, by k."""
     found = {}
     for k in (0, 3):
-        engine = engines.engine(num_draft_tokens=k, snapshot_memory=0, usable_tokens=LAW.usable_tokens)
-        found[k] = replies.draw(engine, PROMPTS, LAW, repetitions=6, max_tokens=32, seed=("test", k))
-        engine.close()
+        server = engine(k)
+        found[k] = replies.draw(server, PROMPTS, LAW, repetitions=6, max_tokens=32, seed=("test", k))
+        server.close()
     return found
 
 
@@ -209,9 +231,9 @@ def test_raw_scores_are_those_of_one_text_read_alone(drawn: dict[int, list[list[
 
 def test_differences_are_found_with_their_margin(drawn: dict[int, list[list[Reply]]]) -> None:
     loaded, greedy = engines.loaded(), Law({"temperature": 0.0}, (511,), 500)
-    engine = engines.engine(num_draft_tokens=0, snapshot_memory=0, usable_tokens=500)
-    plain = replies.draw(engine, PROMPTS, greedy, repetitions=1, max_tokens=12, seed=())
-    engine.close()
+    server = engine(0)
+    plain = replies.draw(server, PROMPTS, greedy, repetitions=1, max_tokens=12, seed=())
+    server.close()
     assert all(
         row["first_difference"] is None for row in replies.differences(loaded, PROMPTS, plain, plain, greedy, [0] * 4)
     )
@@ -230,3 +252,282 @@ def _top_two(loaded: Any, token_ids: tuple[int, ...]) -> tuple[float, float]:
     cands = [texts.Text(str(i), (*token_ids, i)) for i in range(500)]
     last = sorted(float(r.log_probs[-1]) for r in texts.read_plainly(loaded, cands, num_lanes=50))
     return last[-1], last[-2]
+
+
+def test_draft_scores_equal_a_plain_computation(drawn: dict[int, list[list[Reply]]]) -> None:
+    """The head's law at a window start is that of speculation: each reply's own first drafts come from it."""
+    loaded = engines.loaded()
+    scores = replies.score_drafts(loaded, PROMPTS, drawn[3], LAW, num_lanes=5)
+    tests = selftest.preference(
+        [one.steps for own in drawn[3] for one in own], [score for own in scores for score in own]
+    )
+    assert [abs(test.statistic) < 4 for test in tests.values()] == [True, True]
+    flat = np.concatenate([score.excess for own in scores for score in own])
+    variance = np.concatenate([score.variance for own in scores for score in own])
+    assert np.all((flat > -1) & (flat <= 1)) and 0.01 < variance.mean() <= 0.25
+    # plain decoding's tokens follow the same law
+    plain = replies.score_drafts(loaded, PROMPTS, drawn[0], LAW, num_lanes=5)
+    excess, spread = (
+        sum(float(np.sum(getattr(score, name), dtype=np.float64)) for own in plain for score in own)
+        for name in ("excess", "variance")
+    )
+    assert abs(excess) < 4 * spread**0.5
+
+
+def test_preference_sees_windows_behind_a_single_token() -> None:
+    """Reply of windows 1, 3, 1, 2: the second and the last start behind a single token."""
+    excess = np.zeros(8)
+    excess[[2, 6]] = 1.0
+    found = selftest.preference([(1, 3, 1, 2)], [scoring.DraftScores(excess, np.full(8, 0.25))])
+    several, one = found.values()
+    assert several.statistic == 0 and one.statistic == pytest.approx(2 / 0.5**0.5)
+    assert one.p_value == pytest.approx(0.00468, abs=1e-5)
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+TEXTS = [texts.Text(str(i), tuple(engines.prompt(80 + i, 2 + 19 * i))) for i in range(5)]
+
+
+def test_texts_in_windows_read_the_same_with_every_count_of_drafts() -> None:
+    loaded = engines.loaded()
+    plain = texts.read_plainly(loaded, TEXTS, num_lanes=3)
+    windows = texts.read_in_windows(loaded, TEXTS, 3, num_draft_tokens=3, seed=1)
+    rows = texts.compare(TEXTS, plain, windows)
+    assert [row["num_tokens"] for row in rows] == [len(text.token_ids) - 1 for text in TEXTS]
+    assert max(row["max_abs_diff"] for row in rows) < 2e-5
+    assert np.all(np.sum([row["committed"] for row in rows], axis=0) > 5)
+    # all tokens but the first two are committed by a window
+    for row in rows:
+        assert sum((n + 1) * count for n, count in enumerate(row["committed"])) == row["num_tokens"] - 1
+
+
+def test_texts_see_a_stale_state() -> None:
+    loaded = engines.loaded()
+    plain = texts.read_plainly(loaded, TEXTS, num_lanes=3)
+    wrong = controls.controls(0.1, 5)[-1].verbs
+    rows = texts.compare(TEXTS, plain, texts.read_in_windows(loaded, TEXTS, 3, num_draft_tokens=3, seed=1, verbs=wrong))
+    assert max(row["max_abs_diff"] for row in rows) > selftest.TEXT_TOLERANCE
+
+
+# -- controls ----------------------------------------------------------------------------------------------------------
+
+LANES, VOCAB, K = 400, 24, 3
+
+
+@pytest.fixture(scope="module")
+def window() -> tuple[Any, ...]:
+    """Laws and drafts of windows that differ in part, and their noise: the arguments of `accept` behind the law."""
+    rng = np.random.default_rng(4)
+    sampling = replace(Sampling.alike(LANES), seed=jnp.arange(LANES, dtype=jnp.uint32))
+    target = process_logits(jnp.asarray(rng.normal(0, 1.5, (LANES, K + 1, VOCAB)), jnp.float32), sampling)
+    moved = target[:, :K] + jnp.asarray(rng.normal(0, 0.7, (LANES, K, VOCAB)), jnp.float32)
+    drafting = process_logits(moved, sampling)
+    drafts = jnp.argmax(drafting + jnp.asarray(rng.gumbel(size=(LANES, K, VOCAB)), jnp.float32), -1).astype(jnp.int32)
+    noise = WindowNoise(sampling, jnp.asarray(rng.integers(5, 900, LANES), jnp.int32))
+    return target, drafting, drafts, jnp.full((LANES,), K, jnp.int32), noise
+
+
+@pytest.mark.parametrize("law", ["rejection", "coupled"])
+def test_lossy_acceptance_keeps_one_rejected_draft_more_now_and_then(window: tuple[Any, ...], law: str) -> None:
+    honest = accept(law, *window)
+    for leak in (0.0, 0.3, 1.0):
+        wrong = controls.LossyAccept(leak)(law, *window)
+        more = np.asarray(wrong.num_accepted - honest.num_accepted)
+        rejected = np.asarray(honest.num_accepted) < K
+        assert rejected.sum() > LANES // 4 and set(more) <= {0, 1} and not np.any(more[~rejected])
+        # within four standard deviations
+        assert abs(more[rejected].mean() - leak) <= 4 * (leak * (1 - leak) / rejected.sum()) ** 0.5
+        same = more == 0
+        assert np.array_equal(np.asarray(wrong.next_token)[same], np.asarray(honest.next_token)[same])
+
+
+def test_top_p_first_keeps_what_the_unheated_law_keeps() -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 2, (4, 6, 50)).astype(np.float32)
+    law = np.asarray(controls.top_p_first(jnp.asarray(logits), Sampling.alike(4, temperature=1.5, top_p=0.8)))
+    unheated = np.asarray(process_logits(jnp.asarray(logits), Sampling.alike(4, top_p=0.8)))
+    np.testing.assert_array_equal(law > -np.inf, unheated > -np.inf)
+    scaled = np.where(unheated > -np.inf, logits / 1.5, -np.inf)
+    np.testing.assert_allclose(law, scaled - np.log(np.exp(scaled).sum(-1, keepdims=True)), atol=1e-5)
+    right = np.asarray(process_logits(jnp.asarray(logits), Sampling.alike(4, temperature=1.5, top_p=0.8)))
+    assert np.any((right > -np.inf) != (law > -np.inf))
+
+
+def test_shared_coins_are_the_same_in_neighbouring_windows(window: tuple[Any, ...]) -> None:
+    noise = window[-1]
+    starts = [replace(noise, position=jnp.full((LANES,), place, jnp.int32)) for place in (16, 19, 24)]
+    first, second, third = (np.asarray(controls._SharedNoise(start).coins(K)) for start in starts)
+    assert np.array_equal(first, second) and not np.any(first == third)
+    # what it decides differs from the honest decision somewhere, and not in law
+    wrong, honest = controls.accept_with_shared_coins("rejection", *window), accept("rejection", *window)
+    differ = np.asarray(wrong.num_accepted != honest.num_accepted)
+    assert 0 < differ.sum() < LANES
+    assert abs(float(jnp.mean(wrong.num_accepted - honest.num_accepted))) < 4 * (2.5 / LANES) ** 0.5
+
+
+def test_stale_commit_forgets_a_row_as_often_as_it_should() -> None:
+    lanes, every = 2000, 10
+    cache = kv.init(engines.CONFIG, num_lanes=lanes, num_pages=1, page_size=1, pages_per_lane=1, num_draft_tokens=1)
+    rng = np.random.default_rng(6)
+    cache = replace(cache, lengths=jnp.asarray(rng.integers(1, 500, lanes), jnp.int32))
+    tokens = jnp.asarray(rng.integers(0, 500, (lanes, 2)), jnp.int32)
+    count = jnp.asarray(rng.integers(0, 3, lanes), jnp.int32)
+    honest = HONEST.commit(cache, cache.recent_hidden, tokens, count)
+    wrong = controls.StaleCommit(every)(cache, cache.recent_hidden, tokens, count)
+    short = np.asarray(honest.num_pending - wrong.num_pending)
+    assert set(short) == {0, 1} and not np.any(short[np.asarray(count) == 0])
+    live = int((np.asarray(count) > 0).sum())
+    assert abs(short.sum() / live - 1 / every) < 4 * (0.09 / live) ** 0.5
+    assert np.array_equal(wrong.lengths, honest.lengths)
+
+
+def test_controls_of_equal_strength_are_equal() -> None:
+    """So that they share a compiled program."""
+    first, again = controls.controls(0.1, 100), controls.controls(0.1, 100)
+    assert first == again and hash(first[0].verbs) == hash(again[0].verbs)
+    assert controls.controls(0.2, 100)[0].verbs != first[0].verbs
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+CONFIG = JudgeConfig(
+    solo=workload(num_requests=3, window="whole"),
+    team=workload(),
+    busy=workload(prompt_tokens=48, reply_tokens=36, window="full", full_share=0.6),
+    replies=Replies(num_prompts=10, max_tokens=72, looks=2, budget_seconds=1.0, num_equal=3),
+    texts=Texts(num_texts=3, max_tokens=40, lanes=3),
+    controls=Controls(leak=0.5, stale_every=3, num_prompts=4),
+)
+
+
+class Words:
+    """A tokenizer, as far as the judge needs one."""
+
+    @staticmethod
+    def encode(text: str) -> list[int]:
+        return engines.prompt(len(text), 4 + len(text) % 21)
+
+
+SUBJECT = Subject("tiny", "float32", engines.loaded(), Words(), LAW)  # type: ignore[arg-type]
+OPTIONS = Options(("solo", "team", "busy"), 1, frozenset(), False, "strict", None, None, None, None)
+
+
+@pytest.fixture(scope="module")
+def display() -> Iterator[run.Display]:
+    with run.Display() as shown:
+        yield shown
+
+
+@pytest.fixture(scope="module")
+def found(display: run.Display) -> dict[str, Any]:
+    """A whole record, without memory and controls."""
+    return run.Judge(SUBJECT, CONFIG, OPTIONS, display).all()
+
+
+def test_a_whole_run(found: dict[str, Any]) -> None:
+    raw = found["raw"]
+    assert set(found["ratios"]) == {"solo", "team", "busy"} and found["specscore"] > 0
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    # equal texts have to be equal
+    assert [row["first_difference"] for row in (*raw["greedy"], *raw["coupled"])] == [None] * 6
+    assert found["fidelity"] < 2e-5 and found["greedy_agreement"] == 1
+    # a budget of a second is spent after the first look
+    plan, looks = raw["replies"]["plan"], raw["replies"]["looks"]
+    assert len(looks) == 1 and not plan["within_budget"] and len(plan["gates"]) == 5
+    for arms in looks[0].values():
+        for clusters in arms.values():
+            assert sum(clusters["num_replies"]) == 10 * plan["repetitions"]["solo"]
+    drawn = sum(sum(arms[arm]["num_tokens"]) for arms in looks[0].values() for arm in ("candidate",))
+    assert sum(raw["martingale"]["candidate"]["num_tokens"]) == drawn
+    verdict = gates.judge(found, "strict")
+    verdicts = {check.name: check.verdict for check in verdict.checks}
+    assert not verdict.passed and "undecided" in verdicts.values() and "fail" not in verdicts.values()
+
+
+def test_more_passes_are_added_to_the_same_thing_only(found: dict[str, Any], display: run.Display) -> None:
+    before = json.loads(json.dumps(found))
+    options = replace(OPTIONS, workloads=("solo",))
+    judge = run.Judge(SUBJECT, CONFIG, options, display)
+    after = judge.append(before)
+    assert [len(after["ratios"][name]["passes"]) for name in ("solo", "team", "busy")] == [2, 1, 1]
+    assert after["raw"]["passes"]["solo"][0] == found["raw"]["passes"]["solo"][0]
+    for changed, name in (
+        (replace(judge, subject=replace(SUBJECT, dtype="bfloat16")), "dtype"),
+        (replace(judge, subject=replace(SUBJECT, name="other")), "model"),
+        (replace(judge, config=replace(CONFIG, texts=Texts(3, 41, 3))), "config"),
+        (replace(judge, options=replace(options, acceptance=(3.0, 3.0, 3.0))), "synthetic_acceptance"),
+    ):
+        changed.raw = dict.fromkeys(run.RAW_FIELDS) | {"passes": {}}
+        with pytest.raises(ValueError, match=f"the record has {name}="):
+            changed.append(before)
+
+
+def test_the_self_test_tells_a_control_from_the_honest_arm(
+    display: run.Display, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = controls.controls
+    monkeypatch.setattr(selftest, "controls", lambda *strength: known(*strength)[-1:])
+    honest, stale = run.Judge(SUBJECT, CONFIG, OPTIONS, display).run_controls()
+    assert honest["name"] == "honest" and honest["strength"] == 0 and not honest["caught"]
+    assert stale["name"] == "stale state" and stale["caught"] and stale["tests"].keys() == honest["tests"].keys()
+    assert stale["tests"]["fixed texts"]["caught"] and stale["tests"]["fixed texts"]["statistic"] > 1e-3
+
+
+def test_memory_of_both_arms() -> None:
+    peaks = {arm: run.peak_memory(SUBJECT, arm, CONFIG.team) for arm in ("stock", "candidate")}
+    assert {peak["source"] for peak in peaks.values()} == {"compiled"}
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(engines.loaded().model))
+    assert weights < peaks["stock"]["peak_bytes"] < peaks["candidate"]["peak_bytes"] < 100 * weights
+
+
+def test_the_command_on_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Synthetic acceptance is labelled, and nothing is said about tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(engines.CONFIG.to_hf()))
+    table = ["lanes = 3", "num_requests = 9", "prompt_tokens = 20", "reply_tokens = 61", "stagger = 0.25"]
+    table += ["pool_tokens = 288", "page_size = 16", "steps_per_turn = 4", "chunk_lengths = [8, 32]"]
+    lines = [line for name in ("solo", "team", "busy") for line in (f"[{name}]", *table, "prefill_lanes = 2")]
+    lines += ["[replies]", "num_prompts = 2", "max_tokens = 8", "[texts]", "num_texts = 3", "max_tokens = 40"]
+    lines += ["lanes = 3", "[controls]", "leak = 0.5", "stale_every = 3", "num_prompts = 2"]
+    (tmp_path / "judge.toml").write_text("\n".join(lines))
+    argv = ["run", "--model", f"random:{tmp_path / 'config.json'}", "--config", str(tmp_path / "judge.toml")]
+    argv += ["--workloads", "team", "--passes", "1", "--skip", "memory", "--acceptance", "3.0,3.3,3.1"]
+    argv += ["--out", str(tmp_path / "record.json"), "--report", str(tmp_path / "report.html")]
+    assert command.main(argv) == 1
+    out = capsys.readouterr()
+    line = json.loads(out.out.splitlines()[-1])
+    assert line["synthetic_acceptance"] == [3.0, 3.3, 3.1] and line["specscore"] is None
+    assert line["checks"]["likelihood"]["verdict"] == "n-a" and "synthetic" in out.err
+    found = record.load(tmp_path / "record.json")
+    # nine replies of 61 tokens: the mean over 200 and more steps, each of 1..4 tokens
+    assert found["acceptance"]["team"] == pytest.approx(3.3, abs=0.35)
+    assert found["raw"]["replies"] is found["raw"]["coupled"] is None and found["fidelity"] < 2e-5
+    assert "synthetic" in (tmp_path / "report.html").read_text().lower()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--workloads", "solo,tam"], "--workloads 'tam' must be one of solo, team, busy"),
+        (["--skip", "txts"], "--skip 'txts' must be one of memory, texts, equality, replies"),
+        (["--acceptance", "3,x,3"], "--acceptance '3,x,3' must be 3 numbers, for solo, team, busy"),
+        (["--passes", "0"], "--passes 0 of 3 workloads"),
+        (["--acceptance", "3,3,3", "--self-test"], "--self-test needs natural acceptance"),
+        (["--out", "nowhere/record.json"], "nowhere is no directory"),
+        (["--append", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_of_a_file_of_the_users(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(6)))
+    assert run.read_rows(path, "text", "num_texts", 3) == [("0", "text 0"), ("2", "text 2"), ("4", "text 4")]
+    with pytest.raises(ValueError, match="has 6 rows and num_texts=7 are wanted"):
+        run.read_rows(path, "text", "num_texts", 7)
+    path.write_text('{"id": 1}\n')
+    with pytest.raises(ValueError, match=r'own.jsonl:1 must be an object with "id" and "text"'):
+        run.read_rows(path, "text", "num_texts", 1)
