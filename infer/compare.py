@@ -145,7 +145,7 @@ def run_tasks(
         names: what each task's errors begin with.
         compare: run them by plain decoding afterwards.
         show: called with pieces of text as they come, prompt after prompt.
-        done: called with each task's record, in order; with `compare` when plain decoding has answered it too.
+        done: called with each task's record, in order; with `compare` at the end.
 
     Raises:
         ValueError: one line; a task that the engine can't serve.
@@ -158,14 +158,18 @@ def run_tasks(
         if done is not None:
             done(records[-1])
 
-    drafting = answer(engine, tasks, names, show=show, done=None if compare else add)
+    asked = {0 if task.params.num_draft_tokens == 0 else engine.num_draft_tokens for task in tasks}
+    needed = None if engine.auto or compare else sorted(asked)
+    drafting = answer(engine, tasks, names, show=show, done=None if compare else add, needed=needed)
     errors = errors_of(drafting, names)
     total = figures(drafting)
     if not compare:
         return Outcome(records, total, errors, broken=False)
 
     undrafted = [replace(task, params=replace(task.params, num_draft_tokens=0)) for task in tasks]
-    plain = answer(engine, undrafted, names, done=lambda number, theirs: add(number, drafting.results[number], theirs))
+    plain = answer(engine, undrafted, names)
+    for number, pair in enumerate(zip(drafting.results, plain.results, strict=True)):
+        add(number, *pair)
     replies = [reply for record in records for reply in (record, *record.get("others", ()))]
     total["plain"] = figures(plain)
     for name in ("equal", "equal_expected"):
@@ -186,11 +190,13 @@ def answer(
     *,
     show: Show | None = None,
     done: Callable[[int, Result], None] | None = None,
+    needed: Sequence[int] | None = None,
 ) -> Pass:
     """Puts all tasks in line, compiles if need be, and runs them to their ends, or on an interrupt leaves none behind.
 
     Args:
         done: called with each task's number and result, in order.
+        needed: the k whose programs are compiled, all if None.
     """
     submitted: list[float] = []
     streams: list[Stream] = []
@@ -205,7 +211,7 @@ def answer(
         # once it is known that every task can be served: this may take minutes
         begun = time.perf_counter()
         if not engine.warm:
-            engine.warm_up()
+            engine.warm_up(needed)
         compile_seconds = time.perf_counter() - begun
         for number, stream in enumerate(streams):
             for delta in stream:

@@ -16,7 +16,7 @@ JSON object:
     acceptance_length     tokens that verify steps emitted / verify steps
     accepted_by_position  of the drafts at each position of the window, the share that was accepted, null if none was
                           drafted there; `accepted` and `drafted` are the counts
-    compile_seconds       compiling every program and running it once, before anything else; in no other figure
+    compile_seconds       compiling what is needed and running it once, before anything else; in no other figure
     time_to_first_token   seconds from getting a lane to the first token on the host; with --prompts the mean of all
                           replies, waiting for a lane not counted
     decode_seconds        from the first token of any reply to the end of the last one: with --prompts, prompts that get
@@ -30,7 +30,7 @@ JSON object:
 A line of --prompts may have any field of `infer.params.SamplingParams` that JSON can write, penalties, "logit_bias":
 {"id": value} and "num_draft_tokens": "auto" among them, but for `verify`. Its line of --out has `log_probs` (token,
 log_prob, top) if it asked for "logprobs", and with "n" above 1 the further replies as `others`. With --compare the
-lines come when plain decoding has answered too, and no prompt's beginning is kept for the next.
+lines come at the end, and no prompt's beginning is kept for the next.
 
 Exit status: 0; 1 if texts that must be equal in float32 differ at more than a near-tie, or if a reply ended in an
 error, which stderr names; 2 after an error that stopped everything; 130 after Ctrl-C.
