@@ -821,6 +821,10 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
+        if asked == "auto" and not self.auto:
+            raise ValueError(
+                'num_draft_tokens="auto" needs an engine made with it: only that one has a program for each k'
+            )
         if (count := len(self._ends(params))) > MAX_STOP_IDS:
             raise ValueError(
                 f"{count} tokens would end the reply; at most {MAX_STOP_IDS} can: use fewer stop_token_ids"
@@ -838,8 +842,6 @@ class Engine:
                 f"a prompt of {len(tokens)} tokens and a reply of up to {params.max_tokens} need {pages} pages of "
                 f"{self._shape['page_size']} tokens and the pool has {have}; ask for fewer tokens or enlarge the pool"
             )
-        if any(token >= self.config.vocab_size for token, _ in params.logit_bias):
-            raise ValueError(f"logit_bias names a token outside the vocabulary of {self.config.vocab_size}")
         self._check_automaton(params.allowed)
         return tokens
 

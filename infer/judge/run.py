@@ -1,8 +1,7 @@
 """Measures both arms and writes the record: memory, timed passes, fixed texts, equality, sampled replies, controls.
 
 Everything happens in one process with one set of weights, but for memory, whose peak each arm reaches in a process of
-its own. Stages run in the order in which they can be trusted least to disturb each other: memory before this process
-touches the device, then what is timed, then what is counted.
+its own. Memory comes first, before this process touches the device, then what is timed, then what is counted.
 """
 
 import argparse

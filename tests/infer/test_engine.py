@@ -189,6 +189,7 @@ BAD: tuple[tuple[dict[str, Any], dict[str, Any], list[int], str], ...] = (
     ({}, {"max_tokens": 90}, [1] * 7, r"7 tokens .* up to 90 exceed this engine's max_length=96"),
     ({}, {"verify": "block"}, [1], "'block' is not this engine's law, 'rejection'"),
     ({}, {"num_draft_tokens": 4}, [1], "num_draft_tokens=4 exceeds the 3"),
+    ({}, {"num_draft_tokens": "auto"}, [1], "needs an engine made with it"),
     ({}, {"stop": ("x",)}, [1], "stop strings need a tokenizer"),
     ({}, {"logit_bias": {600: 1.0}}, [1], "outside the vocabulary of 512"),
 )

@@ -291,7 +291,7 @@ def test_fault_24_acceptance_can_be_told_by_context_length() -> None:
 def test_fault_40_a_seed_means_the_same_alone_in_company_and_after_preemption() -> None:
     """vllm #6038 and others: seeds ignored, constant, or mixed with the neighbours'."""
     alone = answer(engine(), [prompt(4, 20)], ask(40, seed=11))[0]
-    one = engine()
+    one = hopeful()
     beside = [one.submit(prompt(60 + n, 20), ask(60, seed=n)) for n in range(2)]
     stream = one.submit(prompt(4, 20), ask(40, seed=11))
     while len(one._works) == 3 and not next(w for w in one._works.values() if w.request_id == stream.id).token_ids:
