@@ -5,7 +5,6 @@ reports that the kinds come from.
 """
 
 import gc
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +23,6 @@ from infer import engine as engine_module
 from infer import programs
 from infer.engine import Engine
 from infer.params import SamplingParams, TokenAutomaton
-from infer.policy import DraftPolicy
 from infer.replies import Reply
 from infer.speculative import decode_turn
 from mtp import attention
@@ -91,28 +89,6 @@ def test_fault_13_prefix_cache_and_drafts_together_equal_each_alone(k: int) -> N
         for one, other in zip(replies, neither, strict=True):
             assert one.token_ids == other.token_ids
             np.testing.assert_allclose(log_probs(one), log_probs(other), atol=1e-5)
-
-
-def test_fault_17_lanes_that_come_and_go_across_a_threshold_are_never_slower_than_plain() -> None:
-    """vllm #49548: throughput collapsed where the batch became too large for its drafts."""
-    steps, acceptance, policy = 8, 0.7, DraftPolicy(3)
-    chosen: dict[int, list[int]] = {}
-    for lanes in (*range(1, 17), *range(15, 0, -1)):
-        # a step costs what its weights take to read, or what its rows take to compute once they are more than 16
-        costs = [max(1.0, lanes * (k + 1) / 16) + 0.02 * k for k in range(4)]
-        seconds = tokens = 0.0
-        chosen[lanes] = []
-        for _ in range(1500):
-            k = policy.choose()
-            windows = steps * lanes
-            accepted = [round(windows * acceptance ** (n + 1)) for n in range(k)]
-            policy.observe(k, steps * costs[k], steps, [windows] * k, accepted)
-            seconds += steps * costs[k]
-            tokens += windows + sum(accepted)
-            chosen[lanes].append(k)
-        assert tokens / seconds >= 0.995 * lanes / costs[0], lanes
-    usual = {lanes: max(set(ks), key=ks.count) for lanes, ks in chosen.items()}
-    assert usual[1] == 3 and usual[16] == 0
 
 
 def test_fault_18_and_19_without_drafts_a_step_is_plain_decoding_and_the_heads_key_value_write(
@@ -452,33 +428,6 @@ def running(code: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-
-
-def test_an_interrupt_in_the_middle_of_a_batch_stops_cleanly() -> None:
-    code = (
-        "from infer.cli import run_command\n"
-        "from tests.infer.engines import engine, prompt\n"
-        "from infer.params import SamplingParams\n"
-        "def work():\n"
-        "    one = engine()\n"
-        "    params = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True)\n"
-        "    one.generate([prompt(0, 9)], params)\n"
-        "    print('ready', flush=True)\n"
-        "    try:\n"
-        "        while True: one.generate([prompt(n, 9) for n in range(40)], params)\n"
-        "    finally:\n"
-        "        print(one.stats.live, one.stats.waiting)\n"
-        "        one.drain()\n"
-        "        stats = one.stats\n"
-        "        print(stats.free_lanes, stats.free_pages + stats.prefix_pages, flush=True)\n"
-        "raise SystemExit(run_command(work))\n"
-    )
-    with running(code) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and out == "0 0\n3 8\n" and "Traceback" not in err
 
 
 def test_loaded_models_of_these_tests_are_what_they_say() -> None:

@@ -478,19 +478,3 @@ def test_synthetic_acceptance_is_the_same_chance_for_every_k_and_leaves_the_cach
             np.testing.assert_allclose([x.log_prob for x in reply.log_probs], want, atol=1e-4)
     plain = ask(temperature=1.0, num_draft_tokens=0)
     assert ids(answer(one, [PROMPT], plain)) == ids(answer(engine(), [PROMPT], plain))
-
-
-def test_synthetic_lengths_follow_the_replaced_count() -> None:
-    """The cache of a lane holds its prompt and reply but the last token, turn by turn."""
-    one = synthetic()
-    streams = [one.submit(prompt(n, 5 + n), ask(72, temperature=n / 8, sample_index=n)) for n in range(16)]
-    looked_at: list[int] = []
-    while one.busy:
-        one.step()
-        held = {job.lane: len(job.prompt) for job in one.scheduler.live if job.started}
-        for lane, size in held.items():
-            assert int(one.gen.cache.lengths[lane]) == size + int(one.gen.num_tokens[lane]) - 1
-        looked_at += held
-    assert set(looked_at) == set(range(16)) and len(looked_at) > 64
-    assert all(len(stream.result.reply.token_ids) == 72 for stream in streams)
-    assert_as_new(one)
