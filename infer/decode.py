@@ -173,22 +173,18 @@ def note_log_probs(emitted: Emitted, request: Request, logits: Logits) -> Emitte
     """Fills in the log-probabilities that lanes ask for, from the raw logits that the tokens were chosen from."""
     rows, (all_rows, top) = logits.shape[1], emitted.top_tokens.shape[1:]
 
-    def own() -> tuple[Array, Array]:
+    def noted() -> tuple[Array, Array, Array]:
         norm = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, emitted.tokens[:, :rows, None], axis=-1)[:, :, 0]
-        return chosen - norm, norm
+        values, tokens = lax.top_k(logits, top) if top else nobody[1:]
+        return chosen - norm, values - norm[:, :, None], tokens.astype(jnp.int32)
 
-    def best(norm: Array) -> tuple[Array, Array]:
-        values, tokens = lax.top_k(logits, top)
-        return values - norm[:, :, None], tokens.astype(jnp.int32)
-
-    def none(norm: Array) -> tuple[Array, Array]:
-        shape = (*norm.shape, top)
-        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
-
-    nan = jnp.full(logits.shape[:2], jnp.nan, jnp.float32)
-    log_probs, norm = lax.cond(jnp.any(request.log_probs >= 0), own, lambda: (nan, nan))
-    values, tokens = lax.cond(jnp.any(request.log_probs > 0), best, none, norm) if top else none(norm)
+    nobody = (
+        jnp.full(logits.shape[:2], jnp.nan, jnp.float32),
+        jnp.zeros((*logits.shape[:2], top), jnp.float32),
+        jnp.zeros((*logits.shape[:2], top), jnp.int32),
+    )
+    log_probs, values, tokens = lax.cond(jnp.any(request.log_probs >= 0), noted, lambda: nobody)
     pad = ((0, 0), (0, all_rows - rows))
     return replace(
         emitted,

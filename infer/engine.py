@@ -25,11 +25,12 @@ from jax.typing import DTypeLike
 from infer import decode, programs
 from infer.batch import check_request
 from infer.decode import HONEST, IDLE, RUNNING, STOPPED, Request, Verbs
+from infer.packed import Packed
 from infer.params import LAWS, MAX_DRAFT_TOKENS, MAX_LOGPROBS, SamplingParams, TokenAutomaton
 from infer.policy import DraftPolicy
 from infer.replies import Delta, Result, Step, TokenLogProb, Work
 from infer.scheduler import Admission, Job, Scheduler
-from infer.speculative import Turn, decode_turn, stands_with
+from infer.speculative import Packet, Turn, decode_turn, stands_with
 from infer.tokenizer import TextStream, Tokenizer
 from mtp import cache as kv
 from mtp import weights
@@ -87,7 +88,7 @@ class _Flight:
     """Results on their way from the device."""
 
     lanes: tuple[_Lane, ...]
-    turn: Turn
+    packet: Packet
     dispatched: float
     # of the program
     num_draft_tokens: int
@@ -95,6 +96,11 @@ class _Flight:
     steps: int
     # whether nothing but decoding ran in this turn, so that its time tells what a step costs
     pure: bool
+
+    @property
+    def with_log_probs(self) -> bool:
+        """Whether anyone asks for log-probabilities."""
+        return any(lane.work is not None and lane.work.params.logprobs is not None for lane in self.lanes)
 
 
 class _Compilations:
@@ -232,6 +238,7 @@ class Engine:
         self.head = loaded.head if k > 0 else None
         if self.head is not None and draft == "bf16":
             self.head = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), self.head)
+        self._model, self._head = Packed(loaded.model), Packed(self.head)
         self.num_draft_tokens, self.law, self.exact, self.verbs = k, verify, exact, verbs
         self.steps_per_turn, self.prefill_budget = steps_per_turn, prefill_budget
         self.prefill_lanes, self.chunk_lengths = min(prefill_lanes, max_lanes), tuple(chunk_lengths)
@@ -433,7 +440,7 @@ class Engine:
         for length in self.chunk_lengths:
             empty = np.zeros((self.prefill_lanes, length), np.int32)
             self._read_chunk(np.full((self.prefill_lanes,), outside), empty, np.zeros((self.prefill_lanes,), np.int32))
-        self.gen, _ = programs.start_lanes(self.loaded.model, self.gen, self.request, nobody, verbs=self.verbs)
+        self.gen, _ = programs.start_lanes(self._model, self.gen, self.request, nobody, verbs=self.verbs)
         for k in self._programs if num_draft_tokens is None else num_draft_tokens:
             self._decode(k, 1, np.zeros((lanes,), np.int32))
         self.gen, self.request = programs.end_lanes(self.gen, self.request, nobody)
@@ -529,11 +536,11 @@ class Engine:
 
     def _read_chunk(self, lanes: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         table = self._current_table()
-        self.gen = programs.read_prompts(self.loaded.model, self.head, self.gen, table, lanes, tokens, counts)
+        self.gen = programs.read_prompts(self._model, self._head, self.gen, table, lanes, tokens, counts)
 
     def _start_lanes(self, jobs: list[Job]) -> None:
         lanes = np.isin(np.arange(len(self.scheduler.lanes)), [job.lane for job in jobs])
-        self.gen, turn = programs.start_lanes(self.loaded.model, self.gen, self.request, lanes, verbs=self.verbs)
+        self.gen, turn = programs.start_lanes(self._model, self.gen, self.request, lanes, verbs=self.verbs)
         for job in jobs:
             job.started = True
         self._send(jobs, turn, num_draft_tokens=0, steps=1, most_tokens=[1] * len(jobs), pure=False)
@@ -569,12 +576,12 @@ class Engine:
         most = [steps * (int(wanted[job.lane]) + 1) for job in jobs]
         self._send(jobs, turn, num_draft_tokens=program, steps=steps, most_tokens=most, pure=pure)
 
-    def _decode(self, num_draft_tokens: int, steps: int, wanted: np.ndarray) -> Turn:
+    def _decode(self, num_draft_tokens: int, steps: int, wanted: np.ndarray) -> Packet:
         self.gen, turn = decode_turn(
-            self.loaded.model,
-            self.head,
+            self._model,
+            self._head,
             self.gen,
-            replace(self.request, num_draft_tokens=jnp.asarray(wanted)),
+            replace(self.request, num_draft_tokens=wanted),
             self._current_table(),
             np.int32(steps),
             num_draft_tokens=num_draft_tokens,
@@ -586,7 +593,7 @@ class Engine:
         return turn
 
     def _send(
-        self, jobs: list[Job], turn: Turn, *, num_draft_tokens: int, steps: int, most_tokens: list[int], pure: bool
+        self, jobs: list[Job], packet: Packet, *, num_draft_tokens: int, steps: int, most_tokens: list[int], pure: bool
     ) -> None:
         """Puts a turn's results among those to be looked at."""
         lanes = [_Lane() for _ in self.scheduler.lanes]
@@ -595,9 +602,9 @@ class Engine:
             job.outstanding += most
             job.certain += steps
             job.unseen += 1
-        for leaf in jax.tree.leaves(turn):
-            leaf.copy_to_host_async()
-        self._flights.append(_Flight(tuple(lanes), turn, time.perf_counter(), num_draft_tokens, steps, pure))
+        flight = _Flight(tuple(lanes), packet, time.perf_counter(), num_draft_tokens, steps, pure)
+        packet.send(flight.with_log_probs)
+        self._flights.append(flight)
 
     def _park(self, job: Job) -> None:
         """Preempts a live job: its lane's state and its pages go to the host, bit for bit."""
@@ -616,7 +623,7 @@ class Engine:
 
     def _look(self, flight: _Flight) -> list[Delta]:
         """Waits for one turn's results and takes them in."""
-        turn = jax.device_get(flight.turn)
+        turn = flight.packet.read(flight.with_log_probs)
         now = time.perf_counter()
         steps = int(turn.num_steps)
         deltas: list[Delta] = []
@@ -763,8 +770,9 @@ class Engine:
         for token, value in params.logit_bias:
             bias[0, token] += np.float32(value)
 
-        def one(value: float, dtype: DTypeLike) -> jax.Array:
-            return jnp.asarray([value], dtype)
+        # numpy: the program that reads them puts them on the device, all at once
+        def one(value: float, dtype: DTypeLike) -> np.ndarray:
+            return np.asarray([value], dtype)
 
         stop_ids = self._ends(params)
         request = Request(
@@ -778,9 +786,9 @@ class Engine:
                 presence_penalty=one(params.presence_penalty, jnp.float32),
                 frequency_penalty=one(params.frequency_penalty, jnp.float32),
                 repetition_penalty=one(params.repetition_penalty, jnp.float32),
-                bias=jnp.asarray(bias),
+                bias=bias,
             ),
-            stop_ids=jnp.asarray([(*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids)))], jnp.int32),
+            stop_ids=np.asarray([(*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids)))], np.int32),
             min_tokens=one(params.min_tokens, jnp.int32),
             max_tokens=one(params.max_tokens, jnp.int32),
             num_draft_tokens=one(0, jnp.int32),
@@ -792,7 +800,7 @@ class Engine:
         state = 0
         if params.allowed is not None:
             state = self._automata[params.allowed] + params.allowed.walk(reply)
-        return request, History(jnp.asarray(seen), jnp.asarray(counts), one(state, jnp.int32))
+        return request, History(seen, counts, one(state, jnp.int32))
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         """Tokens that end the reply."""

@@ -13,13 +13,18 @@ from jax import lax
 
 from infer import decode, speculative
 from infer.decode import HONEST, Generation, Request, Verbs
-from infer.speculative import Turn
+from infer.packed import Packed, unpack
+from infer.speculative import Packet, Turn
 from mtp import cache as kv
 from mtp.config import ModelConfig
 from mtp.draft_head import MTPHead, prefill
+from mtp.kernels.gated_delta import gated_delta_window
 from mtp.kernels.sampling import History, adjust_logits, forbid_tokens, process_logits, target_noise
 from mtp.model import Qwen35
 from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, Tokens
+
+# of a cache (see `mtp.cache.init`)
+_SIZES = ("num_lanes", "num_pages", "pages_per_lane", "page_size", "num_draft_tokens", "dtype", "with_head")
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -100,20 +105,7 @@ def _pick(log_probs: Logits, tokens: Tokens) -> Float32[Array, "B T"]:
     return jnp.take_along_axis(log_probs, tokens[:, :, None], axis=-1)[:, :, 0]
 
 
-@partial(
-    jax.jit,
-    static_argnames=(
-        "config",
-        "num_lanes",
-        "num_pages",
-        "page_size",
-        "pages_per_lane",
-        "num_draft_tokens",
-        "dtype",
-        "with_head",
-        "top",
-    ),
-)
+@partial(jax.jit, static_argnames=("config", "top", *_SIZES))
 def idle_lanes(config: ModelConfig, *, num_lanes: int, top: int, **sizes: Any) -> Generation:
     """Empty lanes, none of them with a request.
 
@@ -127,6 +119,44 @@ def idle_lanes(config: ModelConfig, *, num_lanes: int, top: int, **sizes: Any) -
         jnp.zeros((num_lanes,), jnp.int32),
     )
     return decode.begin(kv.init(config, num_lanes=num_lanes, **sizes), 0, history=blank, top=top)
+
+
+@partial(jax.jit, static_argnames=("config", "top", *_SIZES))
+def busy_lanes(
+    config: ModelConfig, context: Int32[Array, ""], *, num_lanes: int, pages_per_lane: int, top: int, **sizes: Any
+) -> Generation:
+    """Every lane in the middle of a reply behind `context` tokens of random memory: for measuring what steps cost."""
+    sizes |= {"num_lanes": num_lanes, "pages_per_lane": pages_per_lane, "num_pages": num_lanes * pages_per_lane}
+    gen = idle_lanes(config, top=top, **sizes)
+    # one draw a shape: a program that draws every leaf for itself takes minutes to compile
+    drawn: dict[Any, Array] = {}
+
+    def fill(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if x.shape not in drawn:
+            drawn[x.shape] = 0.1 * jax.random.normal(jax.random.key(len(drawn)), x.shape, jnp.float32)
+        return drawn[x.shape].astype(x.dtype)
+
+    cache = jax.tree.map(fill, gen.cache)
+    gates = [
+        replace(
+            one,
+            pending_log_decay=-jnp.abs(one.pending_log_decay),
+            pending_write_strength=jax.nn.sigmoid(one.pending_write_strength),
+        )
+        for one in cache.delta
+    ]
+    ones = jnp.ones((num_lanes,), jnp.int32)
+    cache = replace(
+        cache,
+        delta=tuple(gates),
+        page_table=jnp.arange(num_lanes * pages_per_lane, dtype=jnp.int32).reshape(num_lanes, pages_per_lane),
+        lengths=ones * context,
+        num_pending=ones,
+        num_recent=ones,
+    )
+    return replace(gen, cache=cache, status=jnp.full_like(gen.status, decode.RUNNING))
 
 
 @partial(jax.jit, donate_argnames=("gen", "request"))
@@ -185,8 +215,8 @@ def end_lanes(gen: Generation, request: Request, lanes: LaneMask) -> tuple[Gener
 
 @partial(jax.jit, donate_argnames="gen")
 def read_prompts(
-    model: Qwen35,
-    head: MTPHead | None,
+    model: Packed[Qwen35],
+    head: Packed[MTPHead | None],
     gen: Generation,
     page_table: Int32[Array, "B M"],
     lanes: Int32[Array, "L"],
@@ -195,19 +225,19 @@ def read_prompts(
 ) -> Generation:
     """Reads a chunk of a few lanes' prompts (see `mtp.draft_head.prefill`); lane numbers beyond the last are none."""
     cache = replace(gen.cache, page_table=page_table)
-    _, part = prefill(model, head, kv.select_lanes(cache, lanes), tokens, num_tokens)
+    _, part = prefill(unpack(model), unpack(head), kv.select_lanes(cache, lanes), tokens, num_tokens)
     return replace(gen, cache=kv.put_lanes(cache, part, lanes))
 
 
 @partial(jax.jit, static_argnames="verbs", donate_argnames="gen")
 def start_lanes(
-    model: Qwen35, gen: Generation, request: Request, lanes: LaneMask, *, verbs: Verbs = HONEST
-) -> tuple[Generation, Turn]:
+    model: Packed[Qwen35], gen: Generation, request: Request, lanes: LaneMask, *, verbs: Verbs = HONEST
+) -> tuple[Generation, Packet]:
     """The first token of the replies of `lanes`, whose prompts the cache holds; as a turn of one step."""
     rows = jnp.zeros_like(gen.status)
-    gen = decode.first_token(model, gen, request, gen.cache.recent_hidden, rows, lanes, verbs=verbs)
+    gen = decode.first_token(unpack(model), gen, request, gen.cache.recent_hidden, rows, lanes, verbs=verbs)
     emitted = replace(gen.emitted, count=jnp.where(lanes, gen.emitted.count, 0))
-    return gen, Turn(jax.tree.map(lambda x: x[None], emitted), jnp.int32(1), gen.status, gen.num_tokens)
+    return gen, Turn(jax.tree.map(lambda x: x[None], emitted), jnp.int32(1), gen.status, gen.num_tokens).pack()
 
 
 @jax.jit
@@ -243,3 +273,19 @@ def copy_page(gen: Generation, source: Int32[Array, ""], target: Int32[Array, ""
     """A page that two requests share in part, copied for the one that will write on in it."""
     contents = kv.read_pages(gen.cache, source[None])
     return replace(gen, cache=kv.write_pages(gen.cache, target[None], contents))
+
+
+@partial(jax.jit, static_argnames="implementation", donate_argnames="state")
+def delta_windows(state: Array, *rest: Any, repeats: Int32[Array, ""], implementation: str) -> tuple[Array, Array]:
+    """`mtp.kernels.gated_delta.gated_delta_window` so many times, each on the state that the one before has left.
+
+    Returns the last state and the last outputs.
+    """
+
+    def turn(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        state, _, outputs = gated_delta_window(carry[0], *rest, implementation=implementation)
+        return state, outputs
+
+    window = rest[3].qkv
+    nothing = jnp.zeros((*window.shape[:2], *state.shape[1:3]), jnp.float32)
+    return lax.fori_loop(0, repeats, turn, (state, nothing))

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from infer.decode import (
@@ -22,6 +23,7 @@ from infer.decode import (
     law_of_rows,
     plain_step,
 )
+from infer.packed import Packed, unpack
 from mtp import cache as kv
 from mtp.draft_head import MTPHead, draft_rows
 from mtp.kernels.sampling import WindowNoise, sample
@@ -63,6 +65,40 @@ class Turn:
     num_steps: Int32[Array, ""]
     status: PerLane
     num_tokens: PerLane
+
+    def pack(self) -> "Packet":
+        """The turn as the host fetches it."""
+        emitted, lanes = self.emitted, self.status.shape[0]
+        counts = jnp.stack([emitted.count, emitted.num_drafted, emitted.num_accepted], axis=-1)
+        steps = jnp.concatenate([emitted.tokens, counts], axis=-1)
+        after = jnp.stack([self.status, self.num_tokens, jnp.broadcast_to(self.num_steps, (lanes,))], axis=-1)
+        after = jnp.pad(after, ((0, 0), (0, steps.shape[-1] - after.shape[-1])))
+        log_probs = emitted.log_probs, emitted.top_tokens, emitted.top_log_probs
+        return Packet(jnp.concatenate([steps, after[None]], axis=0), log_probs)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packet:
+    """A turn on its way to the host: one array for what is always read, for every array costs its own copy."""
+
+    core: Int32[Array, "steps_and_one B F"]
+    # log_probs, top_tokens and top_log_probs of `Emitted`
+    log_probs: tuple[Array, Array, Array]
+
+    def send(self, with_log_probs: bool) -> None:
+        """Starts the copies to the host."""
+        self.core.copy_to_host_async()
+        for part in self.log_probs if with_log_probs else ():
+            part.copy_to_host_async()
+
+    def read(self, with_log_probs: bool) -> Turn:
+        """The turn in numpy arrays; waits for it. Without them its log-probabilities stay where they are."""
+        core = np.asarray(self.core)
+        steps, after = core[:-1], core[-1]
+        log_probs = jax.device_get(self.log_probs) if with_log_probs else self.log_probs
+        emitted = Emitted(steps[..., :-3], steps[..., -3], steps[..., -2], steps[..., -1], *log_probs)
+        return Turn(emitted, after[0, 2], after[:, 0], after[:, 1])
 
 
 def draft(
@@ -263,8 +299,8 @@ def decode_loop(
 
 @partial(jax.jit, static_argnames=("num_draft_tokens", "law", "max_steps", "verbs"), donate_argnames="gen")
 def decode_turn(
-    model: Qwen35,
-    head: MTPHead | None,
+    model: Qwen35 | Packed[Qwen35],
+    head: MTPHead | None | Packed[MTPHead | None],
     gen: Generation,
     request: Request,
     page_table: Int32[Array, "B M"],
@@ -274,12 +310,13 @@ def decode_turn(
     law: str,
     max_steps: int,
     verbs: Verbs = HONEST,
-) -> tuple[Generation, Turn]:
+) -> tuple[Generation, Packet]:
     """`decode_loop` for the engine: the lanes' pages come with the call, and what each step emits goes out with it.
 
     Args:
         num_steps: at most `max_steps`.
     """
+    model, head = unpack(model), unpack(head)
     gen = replace(gen, cache=replace(gen.cache, page_table=page_table))
     nothing = replace(gen.emitted, count=jnp.zeros_like(gen.emitted.count))
     record = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (max_steps, *x.shape)), nothing)
@@ -294,4 +331,4 @@ def decode_turn(
         return done + 1, gen, jax.tree.map(lambda whole, one: whole.at[done].set(one), record, gen.emitted)
 
     done, gen, record = lax.while_loop(unfinished, turn, (jnp.int32(0), gen, record))
-    return gen, Turn(record, done, gen.status, gen.num_tokens)
+    return gen, Turn(record, done, gen.status, gen.num_tokens).pack()

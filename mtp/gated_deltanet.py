@@ -81,17 +81,18 @@ class GatedDeltaNet(nnx.Module):
 
 
 def read_window(
-    layer: GatedDeltaNet, x: Hidden, memory: DeltaState, num_pending: PerLane, valid: Bool[Array, "B T"]
+    layer: GatedDeltaNet, x: Hidden, memory: DeltaState, num_pending: PerLane, num_rows: PerLane
 ) -> tuple[Hidden, DeltaState]:
     """Folds the pending rows and reads the window, which becomes the new pending; idle lanes keep theirs."""
-    rows = layer.rows(x).masked(valid)
-    live = valid[:, 0]
+    rows = layer.rows(x)
+    live = num_rows > 0
     state, conv, outputs = gated_delta_window(
         memory.state,
         memory.conv,
         memory.pending,
-        jnp.where(live, num_pending, 0),
+        num_pending,
         rows,
+        num_rows,
         layer.conv1d.weight[...],
     )
 

@@ -71,7 +71,6 @@ def forward(model: Qwen35, cache: Cache, tokens: Tokens, num_tokens: PerLane, *,
         `lengths` still have to be moved: by `commit`, or by `draft_head.prefill`, which calls this.
     """
     live = num_tokens > 0
-    valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < num_tokens[:, None]
     attention: list[Pages] = []
     delta: list[DeltaState] = []
     x = model.embed_tokens(tokens)
@@ -87,7 +86,7 @@ def forward(model: Qwen35, cache: Cache, tokens: Tokens, num_tokens: PerLane, *,
         if keep:
             y, memory = read_chunk(layer, x, memory, cache.num_pending, num_tokens)
         else:
-            y, memory = read_window(layer, x, memory, cache.num_pending, valid)
+            y, memory = read_window(layer, x, memory, cache.num_pending, num_tokens)
         delta.append(memory)
         return y
 

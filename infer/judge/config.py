@@ -111,17 +111,16 @@ class Texts:
 
 @dataclass(frozen=True)
 class Controls:
-    """Negative controls: how wrong they are, and how many tokens each may draw."""
+    """Negative controls: how wrong they are, and what they are tried on."""
 
     # share of rejected drafts that are accepted anyway
     leak: float
     # one commit in so many leaves the recurrent state behind
     stale_every: int
     num_prompts: int
-    repetitions: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.leak <= 1 or min(self.stale_every, self.num_prompts, self.repetitions) < 1:
+        if not 0 < self.leak <= 1 or min(self.stale_every, self.num_prompts) < 1:
             raise ValueError(f"{self} must have 0 < leak <= 1 and counts of at least 1")
 
 

@@ -529,7 +529,7 @@ class Judge:
             self.display.say(line)
         rows = []
         for control in test.arms:
-            self.display.stage(f"control: {control.name}", test.most_tokens)
+            self.display.stage(f"control: {control.name}", test.most_tokens(control))
             rows.append(test.run(control))
         return rows
 

@@ -36,6 +36,9 @@ from infer.replies import Reply
 SCORED_LANES = 16
 # Float32: what two paths to the same log-probability may differ by, with room to spare (`infer.score` says 2e-5).
 TEXT_TOLERANCE = 1e-3
+# Mean length of the demo model's replies to the shipped prompts at the self-test's sampling, cut at 96 tokens, and how
+# many times the tokens that a control should need it is given.
+TOKENS_A_REPLY, AMPLE = 43, 1.3
 # How the self-test's replies are drawn.
 SAMPLING = {"temperature": 1.2, "top_p": 0.9}
 # The candidate's law of acceptance where tokens are tested one by one.
@@ -62,19 +65,24 @@ class SelfTest:
         self.law = replace(subject.law, sampling=SAMPLING)
         self.arms = (Control("honest", 0.0, HONEST, "", 0), *controls(settings.leak, settings.stale_every))
 
-    @property
-    def most_tokens(self) -> int:
+    def most_tokens(self, control: Control) -> int:
         """What one arm draws at most."""
-        settings = self.config.controls
-        return settings.num_prompts * (settings.repetitions + 1) * self.config.replies.max_tokens
+        return self.config.controls.num_prompts * (self.repetitions(control) + 1) * self.config.replies.max_tokens
+
+    def repetitions(self, control: Control) -> int:
+        """Sampled replies to each prompt: what the control's first test needs; the honest arm takes as many as any."""
+        most = max(one.num_tokens for one in self.arms)
+        needed = AMPLE * (control.num_tokens if control.strength else most)
+        return math.ceil(needed / (self.config.controls.num_prompts * TOKENS_A_REPLY))
 
     def announcement(self) -> list[str]:
         """How large the sample is and what each control needs, a line each."""
-        settings = self.config.controls
-        sample = f"{settings.repetitions} sampled and 1 coupled replies to {settings.num_prompts} prompts"
-        lines = [f"controls: {sample} and {len(self.chosen)} texts, the honest arm and each of {len(self.arms) - 1}"]
+        prompts = self.config.controls.num_prompts
+        lines = [f"controls: replies to {prompts} prompts, 1 of each coupled, and {len(self.chosen)} texts"]
+        lines += [f"  honest: {self.repetitions(self.arms[0])} sampled replies to each prompt"]
         return lines + [
-            f"  {one.name}, strength {one.strength:g}: {one.caught_by} should need about {one.num_tokens:,} tokens"
+            f"  {one.name}, strength {one.strength:g}: {self.repetitions(one)} sampled replies to each prompt, "
+            f"{one.caught_by} should need about {one.num_tokens:,} tokens"
             for one in self.arms[1:]
         ]
 
@@ -94,7 +102,7 @@ class SelfTest:
     def one_arm(self, control: Control) -> tuple[dict[str, Significance], int]:
         """Tests of sampled replies, and how many tokens they rest on."""
         law, verbs, loaded = self.law, control.verbs, self.subject.loaded
-        repetitions = self.config.controls.repetitions
+        repetitions = self.repetitions(control)
         drawn = self.draw("candidate", law, repetitions, ("control", control.name), verify=VERIFY, verbs=verbs)
         sums = replies.Martingale(self.config.team.num_draft_tokens + 1, seed_of("control", control.name))
         scores = replies.score(loaded, self.prompts, drawn, law, SCORED_LANES)

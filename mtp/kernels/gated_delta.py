@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mtp.kernels import backend, gated_delta_mgpu
 from mtp.shapes import Array, Bool, Float, Float32, Int32, PerLane
 
 CHUNK = 64
@@ -32,6 +33,11 @@ class DeltaRows:
     log_decay: Float32[Array, "B T U"]
     # beta in [0, 1] of each value head; 0 writes nothing
     write_strength: Float32[Array, "B T U"]
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """The three fields, in order."""
+        return self.qkv, self.log_decay, self.write_strength
 
     def masked(self, valid: Bool[Array, "B T"]) -> "DeltaRows":
         """The same rows, with the invalid ones made neutral: zero channels, no decay, no write."""
@@ -140,13 +146,29 @@ def gated_delta_window(
     pending: DeltaRows,
     num_pending: PerLane,
     window: DeltaRows,
+    num_rows: PerLane,
     weight: Float[Array, "C W"],
+    *,
+    implementation: str | None = None,
 ) -> tuple[Float32[Array, "B U Z Y"], Float[Array, "B history C"], Float32[Array, "B T U Z"]]:
-    """Folds the pending rows, then reads the window from the folded state.
+    """Folds the pending rows, then reads the window from the folded state. Lanes without rows are left as they are.
 
-    Returns the committed state and convolution history after the fold, and the window's outputs. Rows of the window
-    that are not valid must be neutral (`DeltaRows.masked`).
+    Args:
+        num_pending: rows to fold, at most those of `pending`.
+        num_rows: rows of each lane's window; the outputs of rows behind them are unspecified.
+        implementation: see `mtp.kernels.backend`.
+
+    Returns:
+        The committed state and convolution history after the fold, and the window's outputs.
     """
+    num_pending = jnp.where(num_rows > 0, num_pending, 0)
+    chosen = backend.choose("gated_delta", implementation, gated_delta_mgpu.unfit(state, conv, weight.shape[1]))
+    if chosen != "xla":
+        before = jnp.concatenate([conv, pending.qkv], axis=1)
+        state, outputs = gated_delta_mgpu.gated_delta_window(
+            state, conv, pending.arrays, num_pending, window.arrays, num_rows, weight, interpret=chosen == "interpret"
+        )
+        return state, rows_from(before, num_pending, conv.shape[1]), outputs
     state, conv = fold_pending(state, conv, pending, num_pending, weight)
     mixed = conv_silu(jnp.concatenate([conv, window.qkv], axis=1), weight)
     _, heads, value_dim, key_dim = state.shape

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from infer.engine import Engine
+from infer.packed import Packed
 from infer.params import SamplingParams, TokenAutomaton
 from infer.replies import Reply
 from infer.speculative import stands_with
@@ -430,7 +431,7 @@ def test_a_broken_head_costs_speed_and_no_reply(law: str) -> None:
     cases = [case for case in asked() if case[0] in ("mask", "all")]
     plain = [said("plain")[case] for case in cases]
     one = engine(verify=law)
-    one.head = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), one.head)
+    one._head = Packed(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), one.head))
     replies = answer(one, [PROMPT] * len(cases), with_k([asked()[case] for case in cases], K))
     assert ids(replies) == ids(plain)
     assert [r.finish_reason for r in replies] == [r.finish_reason for r in plain]

@@ -1,0 +1,429 @@
+"""Measures what decoding costs on this device, beside what it must cost: `python -m infer.bench step|kernels|profile`.
+
+    python -m infer.bench step --model random:qwen3.5-27b --lanes 1,16,64 --contexts 512
+    python -m infer.bench kernels
+    python -m infer.bench profile --model demo --lanes 16 --k 3
+
+Weights may be random, since speed does not depend on their values; drafts are then accepted by chance, at the mean that
+`--acceptance` says. Floors count bytes at the speeds below, which were measured on an H200.
+"""
+
+import argparse
+import collections
+import glob
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+
+from infer import programs
+from infer.cli import Parser, provenance, run_command, to_json
+from infer.decode import Generation, Request
+from infer.judge import subject
+from infer.packed import Packed
+from infer.params import LAWS, MAX_LOGPROBS
+from infer.speculative import Packet, decode_turn, stands_with
+from mtp.config import ModelConfig
+from mtp.kernels.gated_delta import DeltaRows
+from mtp.kernels.sampling import Sampling
+from mtp.weights import Loaded
+
+# bytes and operations a second of one H200
+READ, COPY, MATRIX = 4.40e12, 4.18e12, 790e12
+PAGE_SIZE = 64
+MAX_STEPS = 32
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model's weights on the device and how its steps are asked for."""
+
+    loaded: Loaded
+    dtype: Any
+    law: str
+    acceptance: float | None
+    temperature: float
+
+    @cached_property
+    def model(self) -> Packed[Any]:
+        """The trunk's weights, as the engine passes them."""
+        return Packed(self.loaded.model)
+
+    @cached_property
+    def head(self) -> Packed[Any]:
+        """The head's."""
+        return Packed(self.loaded.head)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+        return self.loaded.config
+
+    def lanes(self, num_lanes: int, context: int, num_draft_tokens: int, room: int) -> tuple[Generation, Request]:
+        """Lanes in the middle of replies, with room for so many more tokens each."""
+        k = num_draft_tokens
+        gen = programs.busy_lanes(
+            self.config,
+            jnp.int32(context),
+            num_lanes=num_lanes,
+            page_size=PAGE_SIZE,
+            pages_per_lane=-(-(context + room) // PAGE_SIZE),
+            num_draft_tokens=k,
+            dtype=self.dtype,
+            with_head=k > 0,
+            top=MAX_LOGPROBS,
+        )
+        counts = lambda value: jnp.full((num_lanes,), value, jnp.int32)  # noqa: E731
+        vocab_size = self.config.vocab_size
+        sampling = Sampling.alike(num_lanes, temperature=self.temperature)
+        request = Request(
+            sampling=replace(sampling, bias=jnp.zeros((num_lanes, vocab_size), jnp.float32)),
+            stop_ids=jnp.full((num_lanes, 32), -1, jnp.int32),
+            min_tokens=counts(0),
+            max_tokens=counts(1 << 30),
+            num_draft_tokens=counts(k),
+            log_probs=counts(-1),
+            mask_table=jnp.zeros((2, vocab_size), jnp.int32),
+            synthetic_acceptance=None if self.acceptance is None else jnp.float32(stands_with(self.acceptance)),
+        )
+        return gen, request
+
+    def run(self, gen: Generation, request: Request, steps: int, num_draft_tokens: int) -> tuple[Generation, Packet]:
+        """Some decoding steps."""
+        gen, turn = decode_turn(
+            self.model,
+            self.head if num_draft_tokens else Packed(None),
+            gen,
+            request,
+            # the program is given it with every call
+            jnp.array(gen.cache.page_table),
+            jnp.int32(steps),
+            num_draft_tokens=num_draft_tokens,
+            law=self.law if num_draft_tokens else LAWS[0],
+            max_steps=MAX_STEPS,
+        )
+        return gen, turn
+
+    def floor(self, num_lanes: int, context: int, num_draft_tokens: int) -> Record:
+        """Milliseconds that a step can't go below, and of what."""
+        model, config = self.loaded.model, self.config
+        weights = _bytes(model) - (0 if config.tie_word_embeddings else _bytes(model.embed_tokens))
+        rows = num_lanes * (num_draft_tokens + 1)
+        delta = sum(kind == "linear_attention" for kind in config.layer_types)
+        square = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
+        row = 2 * config.num_key_value_heads * config.head_dim * jnp.dtype(self.dtype).itemsize
+        layers = config.num_hidden_layers - delta
+        terms = {
+            "weights": weights / READ,
+            "matrices": 2 * rows * weights / jnp.dtype(self.dtype).itemsize / MATRIX,
+            "state": 2 * num_lanes * delta * square / COPY,
+            "keys and values": num_lanes * context * layers * row / READ,
+            "drafting": 0.0,
+        }
+        if num_draft_tokens and self.loaded.head is not None:
+            table = model.embed_tokens if model.lm_head is None else model.lm_head
+            passes = _bytes(self.loaded.head) + _bytes(table) + num_lanes * context * row
+            terms["drafting"] = num_draft_tokens * passes / READ
+        terms = {name: 1e3 * seconds for name, seconds in terms.items()}
+        whole = max(terms["weights"], terms["matrices"]) + sum(list(terms.values())[2:])
+        return {"floor_ms": whole, "terms_ms": terms}
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def measure_step(bench: Bench, num_lanes: int, context: int, num_draft_tokens: int, repeats: int) -> Record:
+    """Milliseconds of one step inside a device loop, and what a call costs beside its steps.
+
+    Two lengths of loop are timed: their difference is free of the call.
+    """
+    short, long = MAX_STEPS // 4, MAX_STEPS
+    room = (repeats + 2) * (short + long) * (num_draft_tokens + 1)
+    gen, request = bench.lanes(num_lanes, context, num_draft_tokens, room)
+    begun = time.perf_counter()
+    gen, turn = bench.run(gen, request, 1, num_draft_tokens)
+    jax.block_until_ready(turn)
+    compile_seconds = time.perf_counter() - begun
+    times: dict[int, list[float]] = {short: [], long: []}
+    tokens, steps, dispatch = 0, 0, []
+    for repeat in range(repeats + 1):
+        for count, seen in times.items():
+            begun = time.perf_counter()
+            gen, turn = bench.run(gen, request, count, num_draft_tokens)
+            dispatched = time.perf_counter() - begun
+            jax.block_until_ready(turn)
+            if repeat:
+                dispatch.append(dispatched)
+                seen.append(time.perf_counter() - begun)
+                tokens += int(turn.read(False).emitted.count.sum())
+                steps += count
+    fast, slow = (statistics.median(seen) for seen in times.values())
+    step_ms = 1e3 * (slow - fast) / (long - short)
+    figures = {
+        "lanes": num_lanes,
+        "context": context,
+        "k": num_draft_tokens,
+        "step_ms": step_ms,
+        "call_ms": 1e3 * fast - short * step_ms,
+        "dispatch_ms": 1e3 * max(dispatch),
+        "tokens_a_step": tokens / steps / num_lanes,
+        "tokens_a_second": 1e3 * tokens / steps / step_ms,
+        "compile_seconds": compile_seconds,
+        **bench.floor(num_lanes, context, num_draft_tokens),
+    }
+    stats = jax.devices()[0].memory_stats() or {}
+    figures["peak_gib"] = stats.get("peak_bytes_in_use", 0) / 2**30
+    for leaf in jax.tree.leaves((gen, request)):
+        leaf.delete()
+    return figures
+
+
+def run_step(args: argparse.Namespace, console: rich.console.Console) -> Record:
+    """The command `step`."""
+    bench = _bench(args)
+    table = rich.table.Table(
+        "lanes", "context", "k", "ms a step", "floor", "ratio", "tokens/s", "call ms", "dispatch ms", "compile s"
+    )
+    found: list[Record] = []
+    for num_lanes in args.lanes:
+        for context in args.contexts:
+            for k in args.k:
+                try:
+                    one = measure_step(bench, num_lanes, context, k, args.repeats)
+                except (jax.errors.JaxRuntimeError, ValueError) as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    one = {"lanes": num_lanes, "context": context, "k": k, "error": str(error).splitlines()[0]}
+                    table.add_row(str(num_lanes), str(context), str(k), "does not fit", *[""] * 6)
+                    found.append(one)
+                    continue
+                found.append(one)
+                table.add_row(
+                    str(num_lanes),
+                    str(context),
+                    str(k),
+                    f"{one['step_ms']:.3f}",
+                    f"{one['floor_ms']:.3f}",
+                    f"{one['step_ms'] / one['floor_ms']:.2f}",
+                    f"{one['tokens_a_second']:,.0f}",
+                    f"{one['call_ms']:.1f}",
+                    f"{one['dispatch_ms']:.1f}",
+                    f"{one['compile_seconds']:.0f}",
+                )
+                console.print(f"lanes {num_lanes}, context {context}, k {k}: {one['step_ms']:.3f} ms")
+    console.print(table)
+    return {"command": "step", "model": args.model, "acceptance": args.acceptance, "steps": found}
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def time_turns(run: Callable[[int], Any], repeats: int = 40) -> float:
+    """Seconds of one turn of a device loop: two lengths of it are timed, so that what a call costs drops out."""
+    times = {}
+    for turns in (repeats, 3 * repeats):
+        jax.block_until_ready(run(turns))
+        seen = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            jax.block_until_ready(run(turns))
+            seen.append(time.perf_counter() - begun)
+        times[turns] = min(seen)
+    return (times[3 * repeats] - times[repeats]) / (2 * repeats)
+
+
+def delta_case(lanes: int, rows: int, folds: int, heads: int = 48, key_heads: int = 16) -> tuple[Any, ...]:
+    """Random arguments of the delta-rule window at the shapes of 27B."""
+    rng = np.random.default_rng(lanes + rows)
+    channels = 2 * key_heads * 128 + heads * 128
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
+
+    def delta_rows() -> DeltaRows:
+        gates = -jnp.abs(normal(lanes, rows, heads)), jax.nn.sigmoid(normal(lanes, rows, heads))
+        return DeltaRows(normal(lanes, rows, channels).astype(jnp.bfloat16), *gates)
+
+    return (
+        normal(lanes, heads, 128, 128),
+        normal(lanes, 3, channels).astype(jnp.bfloat16),
+        delta_rows(),
+        jnp.full((lanes,), folds, jnp.int32),
+        delta_rows(),
+        jnp.full((lanes,), rows, jnp.int32),
+        normal(channels, 4).astype(jnp.bfloat16),
+    )
+
+
+def run_kernels(args: argparse.Namespace, console: rich.console.Console) -> Record:
+    """The command `kernels`: each op, shape and implementation; a wrong result is not timed."""
+    table = rich.table.Table("op", "shape", "implementation", "us", "TB/s", "share of the ceiling", "error")
+    found: list[Record] = []
+    for lanes in args.lanes:
+        for rows, folds in ((1, 1), (4, 1), (4, 4)):
+            state, *rest = delta_case(lanes, rows, folds)
+            one = partial(programs.delta_windows, repeats=jnp.int32(1))
+            want = one(jnp.array(state), *rest, implementation="xla")
+            size = 2 * state.nbytes
+            for name in args.implementations:
+                try:
+                    got = one(jnp.array(state), *rest, implementation=name)
+                    error = max(float(jnp.abs(a - b).max()) for a, b in zip(got, want, strict=True))
+                    if not error < 1e-4:
+                        raise ValueError(f"differs from its definition by {error:.1e}: not timed")
+                    carried = [jnp.array(state)]
+
+                    def run(turns: int, rest: Any = rest, name: str = name, carried: list[Any] = carried) -> Any:
+                        carried[0], outputs = programs.delta_windows(
+                            carried[0], *rest, repeats=jnp.int32(turns), implementation=name
+                        )
+                        return outputs
+
+                    seconds = time_turns(run)
+                except Exception as failure:
+                    found.append({"op": "gated_delta", "lanes": lanes, "error": repr(failure)[:2000]})
+                    table.add_row(
+                        "gated_delta", f"{lanes} x {rows}, fold {folds}", name, "", "", "", repr(failure)[:90]
+                    )
+                    continue
+                found.append(
+                    {
+                        "op": "gated_delta",
+                        "lanes": lanes,
+                        "rows": rows,
+                        "folds": folds,
+                        "implementation": name,
+                        "microseconds": 1e6 * seconds,
+                        "bytes": size,
+                        "error": error,
+                    }
+                )
+                table.add_row(
+                    "gated_delta",
+                    f"{lanes} x {rows}, fold {folds}",
+                    name,
+                    f"{1e6 * seconds:.1f}",
+                    f"{size / seconds / 1e12:.2f}",
+                    f"{size / seconds / COPY:.0%}",
+                    f"{error:.1e}",
+                )
+    console.print(table)
+    return {"command": "kernels", "kernels": found}
+
+
+# -- profile -----------------------------------------------------------------------------------------------------------
+
+
+def run_profile(args: argparse.Namespace, console: rich.console.Console) -> Record:
+    """The command `profile`: what the device did during a few steps, the longest rows first."""
+    bench = _bench(args)
+    found: list[Record] = []
+    for num_lanes in args.lanes:
+        for k in args.k:
+            steps = MAX_STEPS // 4
+            gen, request = bench.lanes(num_lanes, args.contexts[0], k, 4 * steps * (k + 1))
+            for _ in range(2):
+                gen, turn = bench.run(gen, request, steps, k)
+            jax.block_until_ready(turn)
+            with tempfile.TemporaryDirectory() as scratch:
+                directory = Path(args.trace or scratch) / f"lanes{num_lanes}_k{k}"
+                with jax.profiler.trace(str(directory)):
+                    gen, turn = bench.run(gen, request, steps, k)
+                    jax.block_until_ready(turn)
+                rows = device_rows(directory)
+            total = sum(seconds for _, seconds in rows.values())
+            launches = sum(count for count, _ in rows.values())
+            console.print(
+                f"lanes {num_lanes}, k {k}: {1e3 * total / steps:.3f} ms of device work and "
+                f"{launches / steps:.0f} launches a step"
+            )
+            table = rich.table.Table("a step", "us a step", "us each", "kernel")
+            longest = sorted(rows.items(), key=lambda item: -item[1][1])[: args.rows]
+            for name, (count, seconds) in longest:
+                each = 1e6 * seconds / count
+                table.add_row(f"{count / steps:.1f}", f"{1e6 * seconds / steps:.1f}", f"{each:.1f}", name[:90])
+            console.print(table)
+            found.append({"lanes": num_lanes, "k": k, "steps": steps, "rows": longest})
+            for leaf in jax.tree.leaves((gen, request)):
+                leaf.delete()
+    return {"command": "profile", "model": args.model, "profiles": found}
+
+
+def device_rows(directory: Path) -> dict[str, tuple[int, float]]:
+    """How often each kernel of a trace ran, and its seconds in all."""
+    paths = glob.glob(str(directory / "**" / "*.xplane.pb"), recursive=True)
+    rows: dict[str, list[float]] = collections.defaultdict(list)
+    for path in paths:
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    for event in line.events:
+                        rows[event.name].append(event.duration_ns * 1e-9)
+    return {name: (len(seconds), sum(seconds)) for name, seconds in rows.items()}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def _bench(args: argparse.Namespace) -> Bench:
+    backend.preferred = args.kernels
+    judged = subject.load(args.model, args.dtype)
+    jax.block_until_ready(jax.tree.leaves((judged.loaded.model, judged.loaded.head)))
+    acceptance = args.acceptance if judged.random or args.acceptance is not None else None
+    return Bench(judged.loaded, jnp.dtype(judged.dtype), args.verify, acceptance, args.temperature)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = Parser(prog="python -m infer.bench", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, summary in (("step", run_step), ("profile", run_profile)):
+        one = commands.add_parser(name, help=summary.__doc__)
+        one.add_argument(
+            "--model", default="demo", help="checkpoint directory, hub id, demo (default) or random:CONFIG"
+        )
+        one.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16")
+        one.add_argument("--lanes", type=_numbers, default=[1, 16])
+        one.add_argument("--contexts", type=_numbers, default=[512])
+        one.add_argument("--kernels", choices=IMPLEMENTATIONS[:2], help="default: kernels where they run")
+        one.add_argument("--k", type=_numbers, default=[0, 3])
+        one.add_argument("--verify", choices=LAWS, default=LAWS[0])
+        one.add_argument("--temperature", type=float, default=1.0)
+        one.add_argument("--acceptance", type=float, help="synthetic: mean tokens a verify step (of three drafts)")
+        one.add_argument("--repeats", type=int, default=3)
+        one.add_argument("--trace", type=Path, help="where the trace itself is kept (profile)")
+        one.add_argument("--rows", type=int, default=10, help="rows of a profile (default 10)")
+    kernels = commands.add_parser("kernels", help=run_kernels.__doc__)
+    kernels.add_argument("--lanes", type=_numbers, default=[1, 16, 64])
+    kernels.add_argument("--implementations", type=lambda text: text.split(","), default=["xla", "mosaic"])
+    args = parser.parse_args(argv)
+    console = rich.console.Console(stderr=True, highlight=False, width=120)
+
+    def command() -> int:
+        run = {"step": run_step, "profile": run_profile, "kernels": run_kernels}[args.command]
+        print(to_json({**run(args, console), **provenance()}))
+        return 0
+
+    return run_command(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
