@@ -35,6 +35,8 @@ from infer.packed import Packed
 from infer.params import LAWS, MAX_LOGPROBS
 from infer.speculative import Packet, decode_turn, stands_with
 from mtp.config import ModelConfig
+from mtp.kernels import backend
+from mtp.kernels.backend import IMPLEMENTATIONS
 from mtp.kernels.gated_delta import DeltaRows
 from mtp.kernels.sampling import Sampling
 from mtp.weights import Loaded
