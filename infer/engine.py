@@ -35,7 +35,9 @@ from infer.tokenizer import TextStream, Tokenizer
 from mtp import cache as kv
 from mtp import weights
 from mtp.config import ModelConfig
+from mtp.draft_head import MTPHead, draft_distance, fp8_head
 from mtp.kernels.sampling import History, Sampling
+from mtp.model import Qwen35
 from mtp.weights import Loaded
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -45,6 +47,12 @@ PAGE_BLOCK = 16
 MAX_STOP_IDS = 32
 # What is not said is so many tokens a request, prompt and reply.
 DEFAULT_LENGTH = 4096
+DRAFTS = ("auto", "fp8", "bf16")
+# An fp8 head that drafts from laws further off than this (mean total variation) is refused: seen are 0.006 (random
+# weights) and 0.05 (the demo).
+MOST_DRAFT_DISTANCE = 0.1
+# Heads from so many bytes on are read faster in fp8.
+LARGE_HEAD = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,26 @@ class Stream:
         return Result(tuple(self._works[0].job.prompt.tolist()), replies)
 
 
+def draft_head(head: MTPHead, model: Qwen35, draft: str) -> MTPHead:
+    """The head as the engine drafts with it, for an option `draft`.
+
+    Raises:
+        ValueError: one line; an fp8 head would draft too differently.
+    """
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(head))
+    large = jax.default_backend() == "gpu" and head.fc.weight.dtype == jnp.bfloat16 and size >= LARGE_HEAD
+    if draft == "fp8" or (draft == "auto" and large):
+        small = fp8_head(head, model)
+        distance = float(draft_distance(head, small, model))
+        if not distance <= MOST_DRAFT_DISTANCE:
+            raise ValueError(
+                f"an fp8 draft head would draft from laws {distance:.3f} away from the head's own in total variation, "
+                f"at most {MOST_DRAFT_DISTANCE} is allowed; use draft='bf16'"
+            )
+        return small
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), head) if draft == "bf16" else head
+
+
 class Engine:
     """Serves one model on one device."""
 
@@ -190,7 +218,8 @@ class Engine:
             kv_memory: bytes of the page pool, or `num_pages`; by default every lane can have `max_length` tokens.
             max_length: longest prompt and reply of one request, in tokens; by default the model's limit or 4096.
             verify: law of acceptance, one of `mtp.acceptance.LAWS`.
-            draft: the head's dtype: "auto" as loaded, or "bf16".
+            draft: the head's dtype: "fp8", with a copy of the unembedding in fp8; "bf16"; or "auto", which is fp8 where
+                it pays (large bfloat16 heads on a GPU) and as loaded elsewhere.
             exact: plain decoding runs the program of the window too, so that rows of both share their arithmetic, and
                 prefixes are kept only where every prompt's chunks end, so that a hit has the bits of a cold run.
             snapshot_memory: bytes for kept prefixes; 0 keeps none.
@@ -209,9 +238,8 @@ class Engine:
             ValueError: one line with the numbers; sizes that can't work together, drafts without a head.
         """
         config = loaded.config
-        if draft not in ("auto", "bf16"):
-            known = "an fp8 draft head is not built yet" if draft == "fp8" else f"{draft=} is unknown"
-            raise ValueError(f"{known}; draft must be auto or bf16")
+        if draft not in DRAFTS:
+            raise ValueError(f"{draft=} must be one of {', '.join(DRAFTS)}")
         if num_draft_tokens is None:
             num_draft_tokens = 0 if loaded.head is None else 3
         self.auto = num_draft_tokens == "auto"
@@ -235,9 +263,7 @@ class Engine:
             raise ValueError(f"max_length={self.max_length} must be from 2 to the model's {limit} positions")
 
         self.loaded, self.tokenizer, self.config = loaded, tokenizer, config
-        self.head = loaded.head if k > 0 else None
-        if self.head is not None and draft == "bf16":
-            self.head = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), self.head)
+        self.head = None if loaded.head is None or k == 0 else draft_head(loaded.head, loaded.model, draft)
         self._model, self._head = Packed(loaded.model), Packed(self.head)
         self.num_draft_tokens, self.law, self.exact, self.verbs = k, verify, exact, verbs
         self.steps_per_turn, self.prefill_budget = steps_per_turn, prefill_budget

@@ -131,7 +131,7 @@ def draft(
         if offset == 0:
             last = jnp.maximum(cache.num_recent - 1, 0)
             hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-        logits = model.unembed(hidden)
+        logits = head.logits(model, hidden)
         law_here, sound = law_of_rows(logits, gen, request, gen.num_tokens + offset, drafts[:, None, :], verbs)
         log_probs = law_here[:, 0]
         count = jnp.where(sound[:, 0], count, jnp.minimum(count, offset))

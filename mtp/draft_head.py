@@ -7,16 +7,17 @@ unembedding are the trunk's. Its keys and values share the trunk's page table, e
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from mtp.attention import attend_pages
-from mtp.cache import Cache, append, keep_recent, set_last_token
+from mtp.cache import Cache, append, init, keep_recent, set_last_token
 from mtp.config import ModelConfig
-from mtp.layers import Linear, RMSNorm
+from mtp.layers import Fp8Linear, Linear, RMSNorm
 from mtp.model import DecoderLayer, Qwen35, forward
-from mtp.shapes import Hidden, LaneMask, PerLane, Tokens
+from mtp.shapes import Array, Float, Float32, Hidden, LaneMask, PerLane, Tokens
 
 
 class MTPHead(nnx.Module):
@@ -29,11 +30,56 @@ class MTPHead(nnx.Module):
         self.pre_fc_norm_hidden = RMSNorm(width, eps, dtype)
         self.layers = nnx.List([DecoderLayer(config, "full_attention", rngs, dtype)])
         self.norm = RMSNorm(width, eps, dtype)
+        # an fp8 copy of the trunk's unembedding; None borrows the trunk's own
+        self.lm_head: Fp8Linear | None = None
+
+    def logits(self, model: Qwen35, hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
+        """Of the next draft, from the head's normed output."""
+        return model.unembed(hidden) if self.lm_head is None else self.lm_head.wide(hidden)
 
     def inputs(self, model: Qwen35, tokens: Tokens, hidden: Hidden) -> Hidden:
         """What the head's layer reads: the token's embedding and the hidden row before it, normed and mixed."""
         embedded = self.pre_fc_norm_embedding(model.embed_tokens(tokens))
         return self.fc(jnp.concatenate([embedded, self.pre_fc_norm_hidden(hidden)], axis=-1))
+
+
+def fp8_head(head: MTPHead, model: Qwen35) -> MTPHead:
+    """The same head with its matrices, and a copy of the unembedding, in fp8: half the bytes of a draft pass.
+
+    What it drafts differs a little; what is accepted is still exact, since q is the law of these very logits.
+    """
+    layer = head.layers[0]
+    made: MTPHead = nnx.clone(head)
+    made.fc = Fp8Linear(head.fc.weight[...])
+    new = made.layers[0]
+    assert layer.self_attn is not None and new.self_attn is not None
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        setattr(new.self_attn, name, Fp8Linear(getattr(layer.self_attn, name).weight[...]))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(new.mlp, name, Fp8Linear(getattr(layer.mlp, name).weight[...]))
+    made.lm_head = nnx.data(Fp8Linear(model.unembedding))
+    return made
+
+
+@jax.jit
+def draft_distance(head: MTPHead, other: MTPHead, model: Qwen35) -> Float32[Array, ""]:
+    """Mean total variation (0..1) between what two heads would draft, temperature 1, over a fixed batch of rows."""
+    config, size = model.config, 32
+    dtype = model.embed_tokens.weight.dtype
+    empty = init(
+        config, num_lanes=1, num_pages=1, page_size=2 * size, pages_per_lane=1, num_draft_tokens=0, dtype=dtype
+    )
+    cache = replace(empty, page_table=jnp.zeros((1, 1), jnp.int32))
+    # rows are as long as the trunk's final norm makes them
+    hidden = model.norm(jax.random.normal(jax.random.key(0), (1, size, config.hidden_size), jnp.float32).astype(dtype))
+    tokens = jax.random.randint(jax.random.key(1), (1, size), 0, config.vocab_size, jnp.int32)
+    counts = jnp.full((1,), size, jnp.int32)
+
+    def law(one: MTPHead) -> Array:
+        rows, _ = draft_rows(one, model, cache, tokens, hidden, jnp.ones((1,), jnp.int32), counts)
+        return jax.nn.softmax(one.logits(model, rows), axis=-1)
+
+    return 0.5 * jnp.mean(jnp.sum(jnp.abs(law(head) - law(other)), axis=-1))
 
 
 def draft_rows(

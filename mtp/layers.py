@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mtp.config import ModelConfig
+from mtp.quant import quantise_channels
 from mtp.shapes import Array, Float, Float32, Hidden, Int32
 
 
@@ -37,6 +38,27 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         return linear(x, self.weight[...])
+
+
+class Fp8Linear(nnx.Module):
+    """A linear map whose weight is fp8 with a scale an output channel; inputs and sums keep their own dtype.
+
+    The codes are widened where they are multiplied, so half the bytes are read and nothing else is rounded.
+    """
+
+    def __init__(self, weight: Float[Array, "O I"]) -> None:
+        codes, scales = quantise_channels(weight)
+        self.codes, self.scales = nnx.Param(codes), nnx.Param(scales)
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        """In the dtype of x."""
+        return self.wide(x).astype(x.dtype)
+
+    def wide(self, x: Float[Array, "... I"]) -> Float32[Array, "... O"]:
+        """In float32."""
+        contract = (((x.ndim - 1,), (1,)), ((), ()))
+        product = lax.dot_general(x, self.codes[...].astype(x.dtype), contract, preferred_element_type=jnp.float32)
+        return product * broadcast_last(self.scales[...], x.ndim)
 
 
 class Embedding(nnx.Module):

@@ -49,9 +49,14 @@ class Qwen35(nnx.Module):
         self.lm_head = None if tied else Linear(config.vocab_size, config.hidden_size, rngs, dtype, ("vocab", None))
         self.config = config
 
+    @property
+    def unembedding(self) -> Float[Array, "V D"]:
+        """The matrix that logits are made with; the embedding's where they are tied."""
+        return (self.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
+
     def unembed(self, hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
         """Logits, accumulated and kept in float32."""
-        table = (self.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
+        table = self.unembedding
         exact = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
         contract = (((hidden.ndim - 1,), (1,)), ((), ()))
         return lax.dot_general(hidden, table, contract, precision=exact, preferred_element_type=jnp.float32)

@@ -29,7 +29,6 @@ HALVES = WIDTH // VALUE_ROWS
 BLOCKS = 264
 # parts of a block's channels; a block with several heads has several values
 QUERY, KEY, VALUE = range(3)
-DECAY, WRITE, KEY_SCALE, QUERY_SCALE = range(4)
 
 
 def unfit(state: Float32[Array, "B U Z Y"], conv: Float[Array, "B history C"], taps: int) -> str | None:
@@ -64,6 +63,7 @@ def gated_delta_window(
     length, channels = window[0].shape[1:]
     limit, history, taps = pending[0].shape[1], conv.shape[1], weight.shape[1]
     before, rows = history + limit, limit + length
+    padded = -(-rows // 4) * 4
     key_heads = (channels - heads * WIDTH) // (2 * WIDTH)
     repeat = heads // key_heads
     count = block_heads or (repeat if lanes * key_heads * HALVES >= BLOCKS // 2 else 1)
@@ -75,13 +75,10 @@ def gated_delta_window(
     def body(
         state: Any,
         conv: Any,
-        pending_qkv: Any,
-        pending_decay: Any,
-        pending_write: Any,
+        pending: Any,
         num_pending: Any,
-        window_qkv: Any,
-        window_decay: Any,
-        window_write: Any,
+        window: Any,
+        gates: Any,
         live: Any,
         num_live: Any,
         weight: Any,
@@ -90,8 +87,9 @@ def gated_delta_window(
         before_s: Any,
         window_s: Any,
         weight_s: Any,
-        mixed_s: Any,
         gates_s: Any,
+        mixed_s: Any,
+        scales_s: Any,
         outputs_s: Any,
         loaded: Any,
         rows_loaded: Any,
@@ -100,48 +98,45 @@ def gated_delta_window(
         # the items that are this block's turn, one after the other
         turns = (num_live[0] * items_a_lane - me + num_blocks - 1) // num_blocks
 
-        def place(turn: Any) -> tuple[Any, Any, Any]:
-            """Lane, first head and first value row of an item."""
-            item = me + turn * num_blocks
-            rest = item % items_a_lane
-            return live[item // items_a_lane], rest // HALVES * count, rest % HALVES * VALUE_ROWS
+        def lane_of(turn: Any) -> Any:
+            return live[jnp.minimum((me + turn * num_blocks) // items_a_lane, lanes - 1)]
 
-        def tile(turn: Any, head: Any) -> Any:
-            lane, first_head, first = place(turn)
+        def place(turn: Any) -> tuple[Any, Any]:
+            """First head and first value row of an item."""
+            rest = (me + turn * num_blocks) % items_a_lane
+            return rest // HALVES * count, rest % HALVES * VALUE_ROWS
+
+        def tile(turn: Any, lane: Any, head: Any) -> Any:
+            first_head, first = place(turn)
             return state.at[lane, first_head + head, pl.ds(first, VALUE_ROWS)]
 
-        def load_tile(turn: Any, head: Any) -> None:
+        def load_tile(turn: Any, lane: Any, head: Any) -> None:
             buffer = (turn * count + head) % buffers
-            plgpu.copy_gmem_to_smem(tile(turn, head), state_s.at[buffer], loaded.at[buffer])
+            plgpu.copy_gmem_to_smem(tile(turn, lane, head), state_s.at[buffer], loaded.at[buffer])
 
-        def load_rows(turn: Any) -> None:
-            lane, first_head, _ = place(turn)
+        def load_rows(turn: Any, lane: Any) -> None:
+            first_head, _ = place(turn)
             key_head = first_head // repeat
             starts = [key_head, key_heads + key_head, *(2 * key_heads + first_head + head for head in range(count))]
+            plgpu.copy_gmem_to_smem(gates.at[lane, first_head // count], gates_s, rows_loaded)
             for part, start in enumerate(starts):
                 columns = pl.ds(start * WIDTH, WIDTH)
                 plgpu.copy_gmem_to_smem(conv.at[lane, :, columns], before_s.at[part, pl.ds(0, history)], rows_loaded)
                 pending_rows = before_s.at[part, pl.ds(history, limit)]
-                plgpu.copy_gmem_to_smem(pending_qkv.at[lane, :, columns], pending_rows, rows_loaded)
-                plgpu.copy_gmem_to_smem(window_qkv.at[lane, :, columns], window_s.at[part], rows_loaded)
+                plgpu.copy_gmem_to_smem(pending.at[lane, :, columns], pending_rows, rows_loaded)
+                plgpu.copy_gmem_to_smem(window.at[lane, :, columns], window_s.at[part], rows_loaded)
                 plgpu.copy_gmem_to_smem(weight.at[:, columns], weight_s.at[part], rows_loaded)
 
         @pl.when(turns > 0)
         def _() -> None:
-            load_rows(0)
+            lane = lane_of(0)
+            load_rows(0, lane)
             for head in range(buffers):
-                load_tile(0, head)
+                load_tile(0, lane, head)
 
-        def one_item(turn: Array, carry: None) -> None:
-            lane, first_head, first = place(turn)
-            folds = num_pending[lane]
-            # one by one they would be waited for in every step of the recurrence
-            for head in range(count):
-                for row in range(rows):
-                    decays, writes = (pending_decay, pending_write) if row < limit else (window_decay, window_write)
-                    where = lane, row if row < limit else row - limit, first_head + head
-                    gates_s[DECAY, head, row] = jnp.exp(decays[where])
-                    gates_s[WRITE, head, row] = writes[where]
+        def one_item(turn: Array, lane: Array) -> Array:
+            first_head, first = place(turn)
+            folds, following_lane = num_pending[lane], lane_of(turn + 1)
 
             plgpu.barrier_wait(rows_loaded)
             for part in range(parts):
@@ -161,17 +156,21 @@ def gated_delta_window(
                 recent += [_vector(window_s, part, row) for row in range(length)]
                 for t in range(length):
                     mix(recent[t : t + taps], limit + t)
+            # the gates too leave the buffer that the next item's come into
+            for gate in range(2 * count):
+                for row in range(rows):
+                    scales_s[2 + gate, row] = gates_s[gate, row]
             plgpu.commit_smem()
 
             @pl.when(turn + 1 < turns)
             def _() -> None:
-                load_rows(turn + 1)
+                load_rows(turn + 1, following_lane)
 
             # keys and queries are of unit length, which is a factor here
             for row in range(rows):
-                gates_s[KEY_SCALE, 0, row] = _inverse_length(_along_keys(mixed_s, KEY, row))
+                scales_s[KEY, row] = _inverse_length(_along_keys(mixed_s, KEY, row))
                 if row >= limit:
-                    gates_s[QUERY_SCALE, 0, row] = _inverse_length(_along_keys(mixed_s, QUERY, row)) * WIDTH**-0.5
+                    scales_s[QUERY, row] = _inverse_length(_along_keys(mixed_s, QUERY, row)) * WIDTH**-0.5
             plgpu.commit_smem()
 
             def one_head(head: Array, carry: None) -> None:
@@ -181,11 +180,8 @@ def gated_delta_window(
                 s = plgpu.load(state_s.at[buffer], layout=plgpu.Layout.WGMMA)
 
                 def step(row: Any, s: Array) -> Array:
-                    decay, write, scale = (
-                        gates_s[DECAY, head, row],
-                        gates_s[WRITE, head, row],
-                        gates_s[KEY_SCALE, 0, row],
-                    )
+                    decay, write = scales_s[2 + 2 * head, row], scales_s[3 + 2 * head, row]
+                    scale = scales_s[KEY, row]
                     value = plgpu.load(
                         mixed_s.at[VALUE + head, row, pl.ds(first, VALUE_ROWS)], layout=plgpu.Layout.WGMMA.reduce(1)
                     )
@@ -200,12 +196,12 @@ def gated_delta_window(
                 def _() -> None:
                     state_s[buffer] = s
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(state_s.at[buffer], tile(turn, head))
+                    plgpu.copy_smem_to_gmem(state_s.at[buffer], tile(turn, lane, head))
 
                 for t in range(length):
                     s = step(limit + t, s)
                     queries = lax.broadcast_in_dim(_along_keys(mixed_s, QUERY, limit + t), s.shape, (1,))
-                    outputs_s[head, t] = jnp.sum(s * queries, axis=1) * gates_s[QUERY_SCALE, 0, limit + t]
+                    outputs_s[head, t] = jnp.sum(s * queries, axis=1) * scales_s[QUERY, limit + t]
                 plgpu.commit_smem()
                 target = outputs.at[lane, :, first_head + head, pl.ds(first, VALUE_ROWS)]
                 plgpu.copy_smem_to_gmem(outputs_s.at[head], target)
@@ -215,11 +211,13 @@ def gated_delta_window(
 
                 @pl.when(following < turns * count)
                 def _() -> None:
-                    load_tile(following // count, following % count)
+                    after = following // count
+                    load_tile(after, jnp.where(after == turn, lane, following_lane), following % count)
 
             lax.fori_loop(0, count, one_head, None)
+            return following_lane
 
-        lax.fori_loop(0, turns, one_item, None)
+        lax.fori_loop(0, turns, one_item, lane_of(0))
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
@@ -232,11 +230,12 @@ def gated_delta_window(
             plgpu.SMEM((parts, before, WIDTH), dtype),
             plgpu.SMEM((parts, length, WIDTH), dtype),
             plgpu.SMEM((parts, taps, WIDTH), dtype),
+            plgpu.SMEM((2 * count, padded), f32),
             plgpu.SMEM((parts, rows, WIDTH), f32),
-            plgpu.SMEM((4, count, rows), f32),
+            plgpu.SMEM((2 + 2 * count, rows), f32),
             plgpu.SMEM((count, length, VALUE_ROWS), f32),
             plgpu.Barrier(num_barriers=buffers),
-            plgpu.Barrier(num_arrivals=4 * parts),
+            plgpu.Barrier(num_arrivals=4 * parts + 1),
         ),
         # what one thread writes to shared memory and another reads is parted by `commit_smem`
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -247,7 +246,12 @@ def gated_delta_window(
     live = jnp.argsort(~is_live, stable=True).astype(jnp.int32)
     folded = jax.new_ref(state)
     num_live = jnp.sum(is_live, dtype=jnp.int32)[None]
-    outputs = kernel(folded, conv, *pending, num_pending, *window, live, num_live, weight.T)
+    # [B, blocks, 2 count, rows]: decay and write strength of each head; rows in fours, as copies take them
+    decay, write = (jnp.concatenate([old, new], axis=1) for old, new in zip(pending[1:], window[1:], strict=True))
+    gates = jnp.moveaxis(jnp.stack([jnp.exp(decay), write], axis=-1), 1, -1)
+    gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, padded - rows)))
+    gates = gates.reshape(lanes, heads // count, 2 * count, padded)
+    outputs = kernel(folded, conv, pending[0], num_pending, window[0], gates, live, num_live, weight.T)
     return jax.freeze(folded), outputs
 
 

@@ -1,12 +1,14 @@
 """Attention of a few query rows a lane over keys and values that lie in pages.
 
-`paged_attention` is the public op; its plain jnp form below is the definition that a GPU kernel has to meet.
+`paged_attention` is the public op; its plain jnp form, `reference`, is the definition that the GPU kernel has to meet.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mtp.kernels import backend
+from mtp.kernels import paged_attention_mgpu as mgpu
 from mtp.shapes import Array, Float, Int32, PerLane
 
 
@@ -18,6 +20,7 @@ def paged_attention(
     starts: PerLane,
     num_rows: PerLane,
     first: int = 0,
+    implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Row t of a lane attends to cache indices `first .. starts + t`; query head n reads KV head n // (N // K).
 
@@ -25,7 +28,27 @@ def paged_attention(
     lies behind that in its pages (another request's leftovers, maybe NaN) is never multiplied in. A row is NaN if an
     entry that it attends to is not finite; one behind it, such as a draft that will be rejected, leaves it alone. Rows
     at or behind `num_rows` return unspecified numbers.
+
+    `implementation` is "xla" (the jnp form), "mosaic" (the kernel for Hopper GPUs; ValueError if it does not take these
+    shapes), "interpret" (that kernel in interpret mode), or None for the best one here.
     """
+    chosen = backend.choose("paged_attention", implementation, mgpu.unsupported(queries, keys, values, page_table))
+    if chosen == "xla":
+        return reference(queries, keys, values, page_table, starts, num_rows, first)
+    interpret = chosen == "interpret"
+    return mgpu.paged_attention(queries, keys, values, page_table, starts, num_rows, first, interpret=interpret)
+
+
+def reference(
+    queries: Float[Array, "B T N H"],
+    keys: Float[Array, "P page K H"],
+    values: Float[Array, "P page K H"],
+    page_table: Int32[Array, "B M"],
+    starts: PerLane,
+    num_rows: PerLane,
+    first: int = 0,
+) -> Float[Array, "B T N H"]:
+    """The definition of `paged_attention`, in plain jnp."""
     batch, rows, heads, dim = queries.shape
     groups = keys.shape[2]
     exact = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None

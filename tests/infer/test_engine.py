@@ -6,13 +6,16 @@ All on a two-layer model in float32. The reference of each test is the same requ
 from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from infer.engine import Engine
 from infer.params import SamplingParams
 from infer.replies import Reply
-from tests.infer.engines import LAWS, answer, assert_as_new, engine, hopeful, prompt, requests
+from mtp.draft_head import draft_distance, fp8_head
+from tests.infer.engines import LAWS, answer, assert_as_new, engine, hopeful, loaded, prompt, requests
 
 PLAIN: dict[str, Any] = {"num_draft_tokens": 0}
 
@@ -221,7 +224,7 @@ IMPOSSIBLE: tuple[tuple[dict[str, Any], str], ...] = (
     ({"kv_memory": 100, "num_pages": 1}, "say the same thing"),
     ({"max_length": 513}, "max_length=513 must be from 2 to the model's 512 positions"),
     ({"verify": "argmax"}, "must be one of rejection, block, coupled"),
-    ({"draft": "fp8"}, "fp8 draft head is not built yet"),
+    ({"draft": "int4"}, "draft='int4' must be one of auto, fp8, bf16"),
     ({"chunk_lengths": (32, 8)}, "must be ascending"),
 )
 
@@ -230,6 +233,25 @@ IMPOSSIBLE: tuple[tuple[dict[str, Any], str], ...] = (
 def test_limits_that_cannot_work_are_refused_at_start(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine(**options)
+
+
+def test_an_fp8_head_drafts_a_little_differently_and_changes_no_reply() -> None:
+    one = engine(draft="fp8", verify="coupled")
+    assert {x.dtype.name for x in jax.tree.leaves(one.head)} == {"float8_e4m3fn", "float32"}
+    assert 0 < float(draft_distance(loaded().head, one.head, loaded().model)) < 0.1
+    replies = answer(one, *requests())
+    same(replies, alone("coupled"))
+    assert sum(sum(reply.accepted) for reply in replies) > 0
+    assert_as_new(one)
+
+
+def test_an_fp8_head_that_drafts_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = fp8_head
+    wrong = nnx.clone(loaded().head)
+    wrong.fc.weight.set_value(-wrong.fc.weight[...])
+    monkeypatch.setattr("infer.engine.fp8_head", lambda head, model: honest(wrong, model))
+    with pytest.raises(ValueError, match=r"fp8 draft head would draft from laws 0\.\d+ away .* use draft='bf16'"):
+        engine(draft="fp8")
 
 
 def test_kv_memory_buys_pages_and_says_what_one_takes() -> None:

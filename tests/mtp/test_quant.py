@@ -1,4 +1,4 @@
-"""fp8 block dequantisation against an element by element numpy twin, exactly."""
+"""fp8: block dequantisation against an element by element numpy twin, exactly, and our own scales a channel."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mtp import quant
+from mtp.layers import Fp8Linear
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -53,3 +54,27 @@ def test_scales_of_another_shape_are_refused_with_both_shapes():
     codes, _ = _random((130, 257), (128, 128), BF16)
     with pytest.raises(ValueError, match=r"must be \(2, 3\), got \(3, 2\)"):
         quant.dequantise(jnp.asarray(codes), jnp.ones((3, 2), jnp.float32), block=(128, 128), dtype=jnp.float32)
+
+
+def test_channels_are_quantised_to_the_nearest_code_of_their_own_scale():
+    rng = np.random.default_rng(1)
+    # channels of very different size, one of them zero
+    weight = rng.normal(size=(6, 64)).astype(np.float32) * np.array([1e-3, 1, 30, 0, 5, 2], np.float32)[:, None]
+    codes, scales = (np.asarray(x) for x in quant.quantise_channels(jnp.asarray(weight)))
+    assert codes.dtype == FP8 and scales.dtype == np.float32
+    np.testing.assert_allclose(scales, np.where(weight.any(1), np.abs(weight).max(1) / 448, 1), rtol=1e-6)
+    back = codes.astype(np.float32) * scales[:, None]
+    # half a step of three mantissa bits, or of the smallest exponent
+    allowed = np.maximum(np.abs(weight) / 16, scales[:, None] * 2.0**-10)
+    assert (np.abs(back - weight) <= allowed * (1 + 1e-6)).all()
+
+
+def test_an_fp8_linear_map_multiplies_with_its_codes():
+    rng = np.random.default_rng(2)
+    weight, x = rng.normal(size=(24, 32)).astype(np.float32), rng.normal(size=(3, 32)).astype(np.float32)
+    layer = Fp8Linear(jnp.asarray(weight))
+    stored = np.asarray(layer.codes[...]).astype(np.float64) * np.asarray(layer.scales[...])[:, None]
+    # float32 against float64 over 32 products
+    np.testing.assert_allclose(layer(jnp.asarray(x)), x.astype(np.float64) @ stored.T, rtol=0, atol=1e-4)
+    assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert layer.wide(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.float32
