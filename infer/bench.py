@@ -11,11 +11,12 @@ Weights may be random, since speed does not depend on their values; drafts are t
 import argparse
 import collections
 import glob
+import itertools
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +31,7 @@ import rich.table
 from infer import programs
 from infer.cli import Parser, provenance, run_command, to_json
 from infer.decode import Generation, Request
+from infer.engine import DRAFTS, draft_head
 from infer.judge import subject
 from infer.packed import Packed
 from infer.params import LAWS, MAX_LOGPROBS
@@ -58,6 +60,7 @@ class Bench:
     law: str
     acceptance: float | None
     temperature: float
+    draft: str
 
     @cached_property
     def model(self) -> Packed[Any]:
@@ -66,8 +69,9 @@ class Bench:
 
     @cached_property
     def head(self) -> Packed[Any]:
-        """The head's."""
-        return Packed(self.loaded.head)
+        """The head's, as the engine drafts with it."""
+        head = self.loaded.head
+        return Packed(None if head is None else draft_head(head, self.loaded.model, self.draft))
 
     @property
     def config(self) -> ModelConfig:
@@ -136,8 +140,9 @@ class Bench:
             "drafting": 0.0,
         }
         if num_draft_tokens and self.loaded.head is not None:
-            table = model.embed_tokens if model.lm_head is None else model.lm_head
-            passes = _bytes(self.loaded.head) + _bytes(table) + num_lanes * context * row
+            head = self.head.module
+            table = 0 if head.lm_head is not None else model.unembedding.nbytes
+            passes = _bytes(head) + table + num_lanes * context * row
             terms["drafting"] = num_draft_tokens * passes / READ
         terms = {name: 1e3 * seconds for name, seconds in terms.items()}
         whole = max(terms["weights"], terms["matrices"]) + sum(list(terms.values())[2:])
@@ -248,79 +253,107 @@ def time_turns(run: Callable[[int], Any], repeats: int = 40) -> float:
     return (times[3 * repeats] - times[repeats]) / (2 * repeats)
 
 
-def delta_case(lanes: int, rows: int, folds: int, heads: int = 48, key_heads: int = 16) -> tuple[Any, ...]:
+def delta_case(lanes: int, rows: int, folds: int, dtype: str) -> tuple[Any, ...]:
     """Random arguments of the delta-rule window at the shapes of 27B."""
     rng = np.random.default_rng(lanes + rows)
+    heads, key_heads = 48, 16
     channels = 2 * key_heads * 128 + heads * 128
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
 
     def delta_rows() -> DeltaRows:
         gates = -jnp.abs(normal(lanes, rows, heads)), jax.nn.sigmoid(normal(lanes, rows, heads))
-        return DeltaRows(normal(lanes, rows, channels).astype(jnp.bfloat16), *gates)
+        return DeltaRows(normal(lanes, rows, channels).astype(dtype), *gates)
 
     return (
         normal(lanes, heads, 128, 128),
-        normal(lanes, 3, channels).astype(jnp.bfloat16),
+        normal(lanes, 3, channels).astype(dtype),
         delta_rows(),
         jnp.full((lanes,), folds, jnp.int32),
         delta_rows(),
         jnp.full((lanes,), rows, jnp.int32),
-        normal(channels, 4).astype(jnp.bfloat16),
+        normal(channels, 4).astype(dtype),
     )
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op at one shape."""
+
+    op: str
+    shape: str
+    # a call of so many turns, each on what the one before has left, by an implementation
+    run: Callable[[int, str], Any]
+    # what one turn must move, and how fast that can go
+    num_bytes: int
+    ceiling: float
+    # the largest difference between two implementations
+    tolerance: float
+
+
+def delta_rule_cases(lanes: Sequence[int]) -> Iterator[Case]:
+    """The delta-rule window of one layer."""
+    for count in lanes:
+        for rows, folds in ((1, 1), (4, 3)):
+            # float32 rows: in bfloat16 two exponentials may round a row of the convolution to different neighbours
+            for dtype in ("float32", "bfloat16"):
+                state, *rest = delta_case(count, rows, folds, dtype)
+                one = partial(_delta_turns, state, rest)
+                # two differing neighbours of bfloat16, in a value of size four
+                tolerance = 1e-4 if dtype == "float32" else 4 * 2.0**-7
+                yield Case(
+                    "gated_delta", f"{count} x {rows}, fold {folds}, {dtype}", one, 2 * state.nbytes, COPY, tolerance
+                )
+
+
+def _delta_turns(state: Any, rest: Any, turns: int, implementation: str) -> Any:
+    return programs.delta_windows(jnp.array(state), *rest, repeats=jnp.int32(turns), implementation=implementation)
+
+
+def attention_cases(lanes: Sequence[int]) -> Iterator[Case]:
+    """Attention of one layer over pages, four rows a lane."""
+    groups, heads, dim, rows = 4, 24, 256, 4
+    for count in lanes:
+        for context in (512, 8192):
+            pages = context // PAGE_SIZE
+            keys = jax.random.split(jax.random.key(count), 4)
+            pool = (count * pages, PAGE_SIZE, groups, dim)
+            made = [jax.random.normal(key, pool, jnp.bfloat16) for key in keys[:2]]
+            queries = jax.random.normal(keys[2], (count, rows, heads, dim), jnp.bfloat16)
+            table = jax.random.permutation(keys[3], count * pages).astype(jnp.int32).reshape(count, pages)
+            whole = jnp.full((count,), context - rows, jnp.int32), jnp.full((count,), rows, jnp.int32)
+            one = partial(_attention_turns, (queries, *made, table, *whole))
+            size = 2 * count * context * groups * dim * 2
+            yield Case("paged_attention", f"{count} x {rows} over {context}", one, size, READ, 2e-2)
+
+
+def _attention_turns(arguments: Any, turns: int, implementation: str) -> Any:
+    return programs.attentions(*arguments, repeats=jnp.int32(turns), implementation=implementation)
 
 
 def run_kernels(args: argparse.Namespace, console: rich.console.Console) -> Record:
     """The command `kernels`: each op, shape and implementation; a wrong result is not timed."""
     table = rich.table.Table("op", "shape", "implementation", "us", "TB/s", "share of the ceiling", "error")
     found: list[Record] = []
-    for lanes in args.lanes:
-        for rows, folds in ((1, 1), (4, 1), (4, 4)):
-            state, *rest = delta_case(lanes, rows, folds)
-            one = partial(programs.delta_windows, repeats=jnp.int32(1))
-            want = one(jnp.array(state), *rest, implementation="xla")
-            size = 2 * state.nbytes
-            for name in args.implementations:
-                try:
-                    got = one(jnp.array(state), *rest, implementation=name)
-                    error = max(float(jnp.abs(a - b).max()) for a, b in zip(got, want, strict=True))
-                    if not error < 1e-4:
-                        raise ValueError(f"differs from its definition by {error:.1e}: not timed")
-                    carried = [jnp.array(state)]
-
-                    def run(turns: int, rest: Any = rest, name: str = name, carried: list[Any] = carried) -> Any:
-                        carried[0], outputs = programs.delta_windows(
-                            carried[0], *rest, repeats=jnp.int32(turns), implementation=name
-                        )
-                        return outputs
-
-                    seconds = time_turns(run)
-                except Exception as failure:
-                    found.append({"op": "gated_delta", "lanes": lanes, "error": repr(failure)[:2000]})
-                    table.add_row(
-                        "gated_delta", f"{lanes} x {rows}, fold {folds}", name, "", "", "", repr(failure)[:90]
-                    )
-                    continue
-                found.append(
-                    {
-                        "op": "gated_delta",
-                        "lanes": lanes,
-                        "rows": rows,
-                        "folds": folds,
-                        "implementation": name,
-                        "microseconds": 1e6 * seconds,
-                        "bytes": size,
-                        "error": error,
-                    }
-                )
-                table.add_row(
-                    "gated_delta",
-                    f"{lanes} x {rows}, fold {folds}",
-                    name,
-                    f"{1e6 * seconds:.1f}",
-                    f"{size / seconds / 1e12:.2f}",
-                    f"{size / seconds / COPY:.0%}",
-                    f"{error:.1e}",
-                )
+    makers = {"gated_delta": delta_rule_cases, "paged_attention": attention_cases}
+    for case in itertools.chain(*(makers[op](args.lanes) for op in args.ops)):
+        want = case.run(1, "xla")
+        for name in args.implementations:
+            row: Record = {"op": case.op, "shape": case.shape, "implementation": name, "bytes": case.num_bytes}
+            found.append(row)
+            try:
+                pairs = zip(jax.tree.leaves(case.run(1, name)), jax.tree.leaves(want), strict=True)
+                row["error"] = max(float(jnp.abs(a - b).max()) for a, b in pairs)
+                if not row["error"] <= case.tolerance:
+                    raise ValueError(f"differs from its definition by {row['error']:.1e}: not timed")
+                seconds = time_turns(lambda turns, case=case, name=name: case.run(turns, name))
+            except (ValueError, RuntimeError, NotImplementedError) as failure:
+                row["failure"] = str(failure)[:2000]
+                table.add_row(case.op, case.shape, name, "", "", "", row["failure"].splitlines()[0][:60])
+                continue
+            row["microseconds"] = 1e6 * seconds
+            speed = case.num_bytes / seconds
+            figures = f"{1e6 * seconds:.1f}", f"{speed / 1e12:.2f}", f"{speed / case.ceiling:.0%}"
+            table.add_row(case.op, case.shape, name, *figures, f"{row['error']:.1e}")
     console.print(table)
     return {"command": "kernels", "kernels": found}
 
@@ -386,7 +419,7 @@ def _bench(args: argparse.Namespace) -> Bench:
     judged = subject.load(args.model, args.dtype)
     jax.block_until_ready(jax.tree.leaves((judged.loaded.model, judged.loaded.head)))
     acceptance = args.acceptance if judged.random or args.acceptance is not None else None
-    return Bench(judged.loaded, jnp.dtype(judged.dtype), args.verify, acceptance, args.temperature)
+    return Bench(judged.loaded, jnp.dtype(judged.dtype), args.verify, acceptance, args.temperature, args.draft)
 
 
 def _numbers(text: str) -> list[int]:
@@ -408,6 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.add_argument("--kernels", choices=IMPLEMENTATIONS[:2], help="default: kernels where they run")
         one.add_argument("--k", type=_numbers, default=[0, 3])
         one.add_argument("--verify", choices=LAWS, default=LAWS[0])
+        one.add_argument("--draft", choices=DRAFTS, default="auto")
         one.add_argument("--temperature", type=float, default=1.0)
         one.add_argument("--acceptance", type=float, help="synthetic: mean tokens a verify step (of three drafts)")
         one.add_argument("--repeats", type=int, default=3)
@@ -415,6 +449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.add_argument("--rows", type=int, default=10, help="rows of a profile (default 10)")
     kernels = commands.add_parser("kernels", help=run_kernels.__doc__)
     kernels.add_argument("--lanes", type=_numbers, default=[1, 16, 64])
+    kernels.add_argument("--ops", type=lambda text: text.split(","), default=["gated_delta", "paged_attention"])
     kernels.add_argument("--implementations", type=lambda text: text.split(","), default=["xla", "mosaic"])
     args = parser.parse_args(argv)
     console = rich.console.Console(stderr=True, highlight=False, width=120)

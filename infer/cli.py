@@ -4,6 +4,7 @@ import argparse
 import importlib.metadata
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ERROR, INTERRUPTED = 2, 130
+COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,8 +23,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(ERROR, f"error: {message}\n")
 
 
+def set_device_flags() -> None:
+    """Lets a GPU run a whole decoding loop, branches included, without asking the host: on an H200 a step of a small
+    model is a fifth faster. Flags of the user's own stay. It must come before jax touches the device."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if COMMAND_BUFFERS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{COMMAND_BUFFERS}=+WHILE,+CONDITIONAL".strip()
+
+
 def run_command(command: Callable[[], int]) -> int:
     """The exit status of a command: its own, 2 after an error of the user's, 130 after Ctrl-C."""
+    set_device_flags()
     try:
         return command()
     except (ValueError, OSError) as error:

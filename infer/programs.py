@@ -19,6 +19,7 @@ from mtp import cache as kv
 from mtp.config import ModelConfig
 from mtp.draft_head import MTPHead, prefill
 from mtp.kernels.gated_delta import gated_delta_window
+from mtp.kernels.paged_attention import paged_attention
 from mtp.kernels.sampling import History, adjust_logits, forbid_tokens, process_logits, target_noise
 from mtp.model import Qwen35
 from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, Tokens
@@ -289,3 +290,10 @@ def delta_windows(state: Array, *rest: Any, repeats: Int32[Array, ""], implement
     window = rest[3].qkv
     nothing = jnp.zeros((*window.shape[:2], *state.shape[1:3]), jnp.float32)
     return lax.fori_loop(0, repeats, turn, (state, nothing))
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attentions(queries: Array, *rest: Any, repeats: Int32[Array, ""], implementation: str) -> Array:
+    """`mtp.kernels.paged_attention.paged_attention` so many times, each asking what the one before has answered."""
+    turn = lambda _, queries: paged_attention(queries, *rest, implementation=implementation)  # noqa: E731
+    return lax.fori_loop(0, repeats, turn, queries)

@@ -67,6 +67,8 @@ def unsupported(queries: Any, keys: Any, values: Any, page_table: Any) -> str | 
     return None
 
 
+# a function of its own in the program: layers of one shape share what tracing and lowering the kernel costs
+@partial(jax.jit, static_argnames=("first", "tiles", "interpret"))
 def paged_attention(
     queries: Float[Array, "B T N H"],
     keys: Float[Array, "P page K H"],

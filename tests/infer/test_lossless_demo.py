@@ -123,10 +123,10 @@ PROMPTS = (
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"max_tokens": 32},
+    "greedy": {"max_tokens": 20},
     # shorter: on a CPU, filtering 8,192 tokens in seven rows a lane costs more than the model
-    "coupled-0.7": {"max_tokens": 12, "verify": "coupled", "temperature": 0.7, "top_p": 0.9, "top_k": 50, "seed": 1},
-    "coupled-1.3": {"max_tokens": 12, "verify": "coupled", "temperature": 1.3, "top_p": 0.95, "top_k": 200, "seed": 2},
+    "coupled-0.7": {"max_tokens": 8, "verify": "coupled", "temperature": 0.7, "top_p": 0.9, "top_k": 50, "seed": 1},
+    "coupled-1.3": {"max_tokens": 8, "verify": "coupled", "temperature": 1.3, "top_p": 0.95, "top_k": 200, "seed": 2},
 }
 
 

@@ -37,9 +37,8 @@ def test_every_parameter_and_every_cache_field_names_its_axes() -> None:
     assert cut and not whole, f"not cut along any axis: {whole}"
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 3])
-def test_four_devices_decode_the_same_tokens(num_draft_tokens: int) -> None:
-    """Lanes over `data`, heads, MLP and vocabulary over `tensor`; greedy, 24 tokens."""
+def test_four_devices_decode_the_same_tokens() -> None:
+    """Lanes over `data`, heads, MLP and vocabulary over `tensor`; greedy, 24 tokens, three drafts a step."""
     model = rig.loaded()
     tokens, lengths = rig.prompts([9, 5, 14, 3])
     asked = rig.request(4, 24)
@@ -52,6 +51,6 @@ def test_four_devices_decode_the_same_tokens(num_draft_tokens: int) -> None:
         cache = kv.shard(cache, mesh) if place else cache
         hidden, cache = rig.prefill(module, head, cache, tokens, lengths)
         gen = rig.first_token(module, begin(cache, 24), asked, hidden, lengths - 1, jnp.ones(4, bool))
-        gen = decode_loop(module, head, gen, asked, jnp.int32(99), num_draft_tokens=num_draft_tokens)
+        gen = decode_loop(module, head, gen, asked, jnp.int32(99), num_draft_tokens=3)
         texts.append(np.asarray(gen.tokens))
     np.testing.assert_array_equal(*texts)
