@@ -385,3 +385,17 @@ def test_a_record_survives_the_file(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps(full))
     assert record.load(path) == full
+
+
+COMMITTED = sorted((Path(__file__).resolve().parents[3] / "infer" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_records_pass_and_are_what_the_readme_quotes(path: Path) -> None:
+    full = record.load(path)
+    assert gates.judge(full, "reference").passed and not full["synthetic_acceptance"]
+    line = next(line for line in (path.parents[2] / "README.md").read_text().splitlines() if path.name in line)
+    quoted = [full["specscore"], *(full["ratios"][name]["ratio"] for name in ("solo", "team", "busy"))]
+    assert "{:.2f} (solo {:.2f}, team {:.2f}, busy {:.2f})".format(*quoted) in line
+    assert full["about"]["commit"][:7] in line
+    assert path.with_suffix(".html").exists()
