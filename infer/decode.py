@@ -176,7 +176,10 @@ def note_log_probs(emitted: Emitted, request: Request, logits: Logits) -> Emitte
     def noted() -> tuple[Array, Array, Array]:
         norm = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, emitted.tokens[:, :rows, None], axis=-1)[:, :, 0]
-        values, tokens = lax.top_k(logits, top) if top else nobody[1:]
+        # rows of the embedding that have no text are forbidden to every lane, and not worth a mention
+        bias = request.sampling.bias
+        shown = logits if bias is None else jnp.where(jnp.isneginf(bias)[:, None, :], -jnp.inf, logits)
+        values, tokens = lax.top_k(shown, top) if top else nobody[1:]
         return chosen - norm, values - norm[:, :, None], tokens.astype(jnp.int32)
 
     nobody = (

@@ -389,8 +389,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """One turn: dispatches what there is to do, then takes in what the turn before has brought."""
         before = len(self._flights)
-        self._dispatch()
-        deltas: list[Delta] = []
+        deltas = self._dispatch()
         # the turn just dispatched stays on its way while the one before is looked at
         keep = 1 if len(self._flights) > before else 0
         while len(self._flights) > keep or (self._flights and not self._works):
@@ -483,8 +482,10 @@ class Engine:
 
     # -- what a turn dispatches ----------------------------------------------------------------------------------------
 
-    def _dispatch(self) -> None:
+    def _dispatch(self) -> list[Delta]:
+        """One turn's work; what it gives back are the ends of requests that could not be placed."""
         scheduler = self.scheduler
+        deltas: list[Delta] = []
         self._end_lanes()
         pure = True
         for admission in scheduler.admit(self._most_tokens(self.steps_per_turn)):
@@ -497,6 +498,7 @@ class Engine:
                 text = self._end(work, "error", f"request {work.request_id} could not be placed: {error}")
                 if (delta := work.delta(text)) is not None:
                     work.deltas.append(delta)
+                    deltas.append(delta)
         starting = [job for job in scheduler.live if not job.reading and not job.started]
         calls = max(1, self.prefill_budget // (self.prefill_lanes * self.chunk_lengths[-1]))
         for _ in range(calls):
@@ -509,6 +511,7 @@ class Engine:
             self._start_lanes(starting)
             pure = False
         self._decode_lanes(pure)
+        return deltas
 
     def _place(self, admission: Admission) -> None:
         """Puts an admitted job on its lane."""

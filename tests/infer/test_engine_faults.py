@@ -425,3 +425,22 @@ def test_loaded_models_of_these_tests_are_what_they_say() -> None:
     assert bool(jnp.isnan(loaded(True).model.embed_tokens.weight[POISON]).all())
     assert bool(jnp.isfinite(loaded(True).model.lm_head.weight[...]).all())
     assert bool(jnp.isfinite(loaded().model.embed_tokens.weight[...]).all())
+
+
+def test_a_request_that_can_not_be_placed_ends_by_name_and_frees_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the turn brings says so to whoever runs the engine, and to whoever iterates the request."""
+    one, place = engine(), Engine._place
+
+    def broken(self: Engine, admission: Any) -> None:
+        if len(admission.job.prompt) == 13:
+            raise RuntimeError("no room on the device")
+        place(self, admission)
+
+    monkeypatch.setattr(Engine, "_place", broken)
+    good, bad = one.submit(prompt(1, 9), ask(6)), one.submit(prompt(1, 13), ask(6))
+    deltas = list(one)
+    (said,) = [delta for delta in deltas if delta.request_id == bad.id]
+    assert said.finish_reason == "error" and list(bad) == [said]
+    assert bad.result.reply.error == f"request {bad.id} could not be placed: no room on the device"
+    assert len(good.result.reply.token_ids) == 6
+    assert_as_new(one)

@@ -498,3 +498,13 @@ def test_synthetic_lengths_follow_the_replaced_count() -> None:
     assert looked_at > 16
     assert all(len(stream.result.reply.token_ids) == 64 for stream in streams)
     assert_as_new(one)
+
+
+def test_tokens_without_text_are_never_chosen_and_never_listed() -> None:
+    """A model that likes a token without text best: neither the reply nor its alternatives name it."""
+    usable = 300
+    reply = answer(engine(usable_tokens=usable), [PROMPT], ask(temperature=1.0, logprobs=5))[0]
+    listed = [token for entry in reply.log_probs for token, _ in entry.top]
+    assert len(listed) == 5 * len(reply.token_ids) and max(*listed, *reply.token_ids) < usable
+    free = answer(engine(), [PROMPT], ask(temperature=1.0, logprobs=5))[0]
+    assert any(token >= usable for entry in free.log_probs for token, _ in entry.top)
