@@ -5,7 +5,7 @@
     python -m infer.bench profile --model demo --lanes 16 --k 3
 
 Weights may be random, since speed does not depend on their values; drafts are then accepted by chance, at the mean that
-`--acceptance` says. Floors count bytes at the speeds below, which were measured on an H200.
+`--acceptance` says. Floors are those of an H200 (`infer.floor`).
 """
 
 import argparse
@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from infer import programs
+from infer import floor, programs
 from infer.cli import Parser, provenance, run_command, to_json
 from infer.decode import Generation, Request
 from infer.engine import DRAFTS, draft_head
@@ -43,8 +43,6 @@ from mtp.kernels.gated_delta import DeltaRows
 from mtp.kernels.sampling import Sampling
 from mtp.weights import Loaded
 
-# bytes and operations a second of one H200
-READ, COPY, MATRIX = 4.40e12, 4.18e12, 790e12
 PAGE_SIZE = 64
 MAX_STEPS = 32
 
@@ -94,9 +92,14 @@ class Bench:
         )
         counts = lambda value: jnp.full((num_lanes,), value, jnp.int32)  # noqa: E731
         vocab_size = self.config.vocab_size
-        sampling = Sampling.alike(num_lanes, temperature=self.temperature)
+        # with one seed for all, whether drafts stand would be the same coin in every lane
+        sampling = replace(
+            Sampling.alike(num_lanes, temperature=self.temperature),
+            seed=jnp.arange(num_lanes, dtype=jnp.uint32),
+            bias=jnp.zeros((num_lanes, vocab_size), jnp.float32),
+        )
         request = Request(
-            sampling=replace(sampling, bias=jnp.zeros((num_lanes, vocab_size), jnp.float32)),
+            sampling=sampling,
             stop_ids=jnp.full((num_lanes, 32), -1, jnp.int32),
             min_tokens=counts(0),
             max_tokens=counts(1 << 30),
@@ -125,32 +128,13 @@ class Bench:
 
     def floor(self, num_lanes: int, context: int, num_draft_tokens: int) -> Record:
         """Milliseconds that a step can't go below, and of what."""
-        model, config = self.loaded.model, self.config
-        weights = _bytes(model) - (0 if config.tie_word_embeddings else _bytes(model.embed_tokens))
-        rows = num_lanes * (num_draft_tokens + 1)
-        delta = sum(kind == "linear_attention" for kind in config.layer_types)
-        square = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
-        row = 2 * config.num_key_value_heads * config.head_dim * jnp.dtype(self.dtype).itemsize
-        layers = config.num_hidden_layers - delta
-        terms = {
-            "weights": weights / READ,
-            "matrices": 2 * rows * weights / jnp.dtype(self.dtype).itemsize / MATRIX,
-            "state": 2 * num_lanes * delta * square / COPY,
-            "keys and values": num_lanes * context * layers * row / READ,
-            "drafting": 0.0,
+        head = self.head.module if num_draft_tokens else None
+        sizes = {"num_lanes": num_lanes, "context": context, "num_draft_tokens": num_draft_tokens}
+        terms = floor.step_terms(self.config, self.loaded.model, head, **sizes)
+        return {
+            "floor_ms": 1e3 * floor.whole(terms),
+            "terms_ms": {name: 1e3 * value for name, value in terms.items()},
         }
-        if num_draft_tokens and self.loaded.head is not None:
-            head = self.head.module
-            table = 0 if head.lm_head is not None else model.unembedding.nbytes
-            passes = _bytes(head) + table + num_lanes * context * row
-            terms["drafting"] = num_draft_tokens * passes / READ
-        terms = {name: 1e3 * seconds for name, seconds in terms.items()}
-        whole = max(terms["weights"], terms["matrices"]) + sum(list(terms.values())[2:])
-        return {"floor_ms": whole, "terms_ms": terms}
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def measure_step(bench: Bench, num_lanes: int, context: int, num_draft_tokens: int, repeats: int) -> Record:
@@ -206,32 +190,28 @@ def run_step(args: argparse.Namespace, console: rich.console.Console) -> Record:
         "lanes", "context", "k", "ms a step", "floor", "ratio", "tokens/s", "call ms", "dispatch ms", "compile s"
     )
     found: list[Record] = []
-    for num_lanes in args.lanes:
-        for context in args.contexts:
-            for k in args.k:
-                try:
-                    one = measure_step(bench, num_lanes, context, k, args.repeats)
-                except (jax.errors.JaxRuntimeError, ValueError) as error:
-                    if "RESOURCE_EXHAUSTED" not in str(error):
-                        raise
-                    one = {"lanes": num_lanes, "context": context, "k": k, "error": str(error).splitlines()[0]}
-                    table.add_row(str(num_lanes), str(context), str(k), "does not fit", *[""] * 6)
-                    found.append(one)
-                    continue
-                found.append(one)
-                table.add_row(
-                    str(num_lanes),
-                    str(context),
-                    str(k),
-                    f"{one['step_ms']:.3f}",
-                    f"{one['floor_ms']:.3f}",
-                    f"{one['step_ms'] / one['floor_ms']:.2f}",
-                    f"{one['tokens_a_second']:,.0f}",
-                    f"{one['call_ms']:.1f}",
-                    f"{one['dispatch_ms']:.1f}",
-                    f"{one['compile_seconds']:.0f}",
-                )
-                console.print(f"lanes {num_lanes}, context {context}, k {k}: {one['step_ms']:.3f} ms")
+    for num_lanes, context, k in itertools.product(args.lanes, args.contexts, args.k):
+        names = str(num_lanes), str(context), str(k)
+        try:
+            one = measure_step(bench, num_lanes, context, k, args.repeats)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            found.append({"lanes": num_lanes, "context": context, "k": k, "error": str(error).splitlines()[0]})
+            table.add_row(*names, "does not fit", *[""] * 6)
+            continue
+        found.append(one)
+        table.add_row(
+            *names,
+            f"{one['step_ms']:.3f}",
+            f"{one['floor_ms']:.3f}",
+            f"{one['step_ms'] / one['floor_ms']:.2f}",
+            f"{one['tokens_a_second']:,.0f}",
+            f"{one['call_ms']:.1f}",
+            f"{one['dispatch_ms']:.1f}",
+            f"{one['compile_seconds']:.0f}",
+        )
+        console.print(f"lanes {num_lanes}, context {context}, k {k}: {one['step_ms']:.3f} ms")
     console.print(table)
     return {"command": "step", "model": args.model, "acceptance": args.acceptance, "steps": found}
 
@@ -301,7 +281,12 @@ def delta_rule_cases(lanes: Sequence[int]) -> Iterator[Case]:
                 # two differing neighbours of bfloat16, in a value of size four
                 tolerance = 1e-4 if dtype == "float32" else 4 * 2.0**-7
                 yield Case(
-                    "gated_delta", f"{count} x {rows}, fold {folds}, {dtype}", one, 2 * state.nbytes, COPY, tolerance
+                    "gated_delta",
+                    f"{count} x {rows}, fold {folds}, {dtype}",
+                    one,
+                    2 * state.nbytes,
+                    floor.COPY,
+                    tolerance,
                 )
 
 
@@ -323,19 +308,22 @@ def attention_cases(lanes: Sequence[int]) -> Iterator[Case]:
             whole = jnp.full((count,), context - rows, jnp.int32), jnp.full((count,), rows, jnp.int32)
             one = partial(_attention_turns, (queries, *made, table, *whole))
             size = 2 * count * context * groups * dim * 2
-            yield Case("paged_attention", f"{count} x {rows} over {context}", one, size, READ, 2e-2)
+            yield Case("paged_attention", f"{count} x {rows} over {context}", one, size, floor.READ, 2e-2)
 
 
 def _attention_turns(arguments: Any, turns: int, implementation: str) -> Any:
     return programs.attentions(*arguments, repeats=jnp.int32(turns), implementation=implementation)
 
 
+# the shapes of each op
+OPS = {"gated_delta": delta_rule_cases, "paged_attention": attention_cases}
+
+
 def run_kernels(args: argparse.Namespace, console: rich.console.Console) -> Record:
     """The command `kernels`: each op, shape and implementation; a wrong result is not timed."""
     table = rich.table.Table("op", "shape", "implementation", "us", "TB/s", "share of the ceiling", "error")
     found: list[Record] = []
-    makers = {"gated_delta": delta_rule_cases, "paged_attention": attention_cases}
-    for case in itertools.chain(*(makers[op](args.lanes) for op in args.ops)):
+    for case in itertools.chain(*(OPS[op](args.lanes) for op in args.ops)):
         want = case.run(1, "xla")
         for name in args.implementations:
             row: Record = {"op": case.op, "shape": case.shape, "implementation": name, "bytes": case.num_bytes}
@@ -397,7 +385,7 @@ def run_profile(args: argparse.Namespace, console: rich.console.Console) -> Reco
 
 
 def device_rows(directory: Path) -> dict[str, tuple[int, float]]:
-    """How often each kernel of a trace ran, and its seconds in all."""
+    """How often each kernel of a trace ran, and its seconds in all. Raises ValueError if it shows no GPU at work."""
     paths = glob.glob(str(directory / "**" / "*.xplane.pb"), recursive=True)
     rows: dict[str, list[float]] = collections.defaultdict(list)
     for path in paths:
@@ -408,6 +396,8 @@ def device_rows(directory: Path) -> dict[str, tuple[int, float]]:
                 if line.name.startswith("Stream"):
                     for event in line.events:
                         rows[event.name].append(event.duration_ns * 1e-9)
+    if not rows:
+        raise ValueError(f"the trace shows no GPU at work; a profile needs one, and this is {jax.default_backend()}")
     return {name: (len(seconds), sum(seconds)) for name, seconds in rows.items()}
 
 
@@ -424,6 +414,13 @@ def _bench(args: argparse.Namespace) -> Bench:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _names(text: str, known: Iterable[str]) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -449,8 +446,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.add_argument("--rows", type=int, default=10, help="rows of a profile (default 10)")
     kernels = commands.add_parser("kernels", help=run_kernels.__doc__)
     kernels.add_argument("--lanes", type=_numbers, default=[1, 16, 64])
-    kernels.add_argument("--ops", type=lambda text: text.split(","), default=["gated_delta", "paged_attention"])
-    kernels.add_argument("--implementations", type=lambda text: text.split(","), default=["xla", "mosaic"])
+    kernels.add_argument("--ops", type=partial(_names, known=OPS), default=list(OPS))
+    timed = IMPLEMENTATIONS[:2]
+    kernels.add_argument("--implementations", type=partial(_names, known=timed), default=list(timed))
     args = parser.parse_args(argv)
     console = rich.console.Console(stderr=True, highlight=False, width=120)
 

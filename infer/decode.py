@@ -156,7 +156,9 @@ def law_of_rows(
     number = first[:, None] + jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     logits = forbid_tokens(logits, request.stop_ids, number < request.min_tokens[:, None])
     allowed = logits if request.sampling.bias is None else logits + request.sampling.bias[:, None, :]
-    return verbs.process(logits, request.sampling), jnp.isfinite(jnp.max(allowed, axis=-1))
+    # a maximum is not sure to be NaN where one of many numbers is
+    sound = jnp.isfinite(jnp.max(allowed, axis=-1)) & ~jnp.any(jnp.isnan(allowed), axis=-1)
+    return verbs.process(logits, request.sampling), sound
 
 
 def not_before(lanes: int, rows: int) -> Int32[Array, "B T J"]:

@@ -262,9 +262,11 @@ class Engine:
             limit = config.max_position_embeddings
             raise ValueError(f"max_length={self.max_length} must be from 2 to the model's {limit} positions")
 
-        self.loaded, self.tokenizer, self.config = loaded, tokenizer, config
+        self.tokenizer, self.config = tokenizer, config
         self.head = None if loaded.head is None or k == 0 else draft_head(loaded.head, loaded.model, draft)
         self._model, self._head = Packed(loaded.model), Packed(self.head)
+        # the head as loaded is not kept beside the one that drafts
+        self.loaded = replace(loaded, head=None)
         self.num_draft_tokens, self.law, self.exact, self.verbs = k, verify, exact, verbs
         self.steps_per_turn, self.prefill_budget = steps_per_turn, prefill_budget
         self.prefill_lanes, self.chunk_lengths = min(prefill_lanes, max_lanes), tuple(chunk_lengths)

@@ -12,14 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from infer import floor
 from infer.engine import Engine
 from infer.judge.config import Workload
 from infer.params import SamplingParams
 from infer.replies import Reply
 from mtp.weights import Loaded
 
-# Measured on an H200: bytes a second that are read, and that are read and written back.
-READ_BANDWIDTH, COPY_BANDWIDTH = 4.40e12, 4.18e12
 # The smallest upper bound of the buckets by context; each is twice the one before.
 SMALLEST_CONTEXT = 64
 # Points of a curve in the record.
@@ -180,21 +179,18 @@ def curve(samples: Sequence[Sample]) -> list[list[float]]:
 
 
 def plain_floor(loaded: Loaded, workload: Workload) -> float | None:
-    """Seconds that the memory of an H200 needs for one plain step: the weights read once (the embedding only if it
-    unembeds too), every lane's recurrent state read and written, its keys and values read. None on other devices."""
+    """Seconds that an H200 needs at least for one plain step (see `infer.floor`). None on other devices."""
     if "H200" not in jax.devices()[0].device_kind:
         return None
-    config, model = loaded.config, loaded.model
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-    if not config.tie_word_embeddings:
-        weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(model.embed_tokens))
-    layers = config.layer_types
-    state = config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim * 4
-    state *= workload.lanes * layers.count("linear_attention")
-    itemsize = model.embed_tokens.weight.dtype.itemsize
-    row = 2 * config.num_key_value_heads * config.head_dim * itemsize * layers.count("full_attention")
-    context = workload.prompt_tokens + workload.reply_tokens / 2
-    return (weights + workload.lanes * context * row) / READ_BANDWIDTH + 2 * state / COPY_BANDWIDTH
+    terms = floor.step_terms(
+        loaded.config,
+        loaded.model,
+        None,
+        num_lanes=workload.lanes,
+        context=workload.prompt_tokens + workload.reply_tokens / 2,
+        num_draft_tokens=0,
+    )
+    return floor.whole(terms)
 
 
 def _columns(rows: Any) -> list[int]:

@@ -232,6 +232,7 @@ def gated_delta_window(
             plgpu.SMEM((parts, taps, WIDTH), dtype),
             plgpu.SMEM((2 * count, padded), f32),
             plgpu.SMEM((parts, rows, WIDTH), f32),
+            # factors of queries and keys, then the gates of each head
             plgpu.SMEM((2 + 2 * count, rows), f32),
             plgpu.SMEM((count, length, VALUE_ROWS), f32),
             plgpu.Barrier(num_barriers=buffers),

@@ -20,6 +20,7 @@ def paged_attention(
     starts: PerLane,
     num_rows: PerLane,
     first: int = 0,
+    *,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Row t of a lane attends to cache indices `first .. starts + t`; query head n reads KV head n // (N // K).
@@ -29,10 +30,9 @@ def paged_attention(
     entry that it attends to is not finite; one behind it, such as a draft that will be rejected, leaves it alone. Rows
     at or behind `num_rows` return unspecified numbers.
 
-    `implementation` is "xla" (the jnp form), "mosaic" (the kernel for Hopper GPUs; ValueError if it does not take these
-    shapes), "interpret" (that kernel in interpret mode), or None for the best one here.
+    `implementation`: see `mtp.kernels.backend`.
     """
-    chosen = backend.choose("paged_attention", implementation, mgpu.unsupported(queries, keys, values, page_table))
+    chosen = backend.choose("paged_attention", implementation, mgpu.unfit(queries, keys, values, page_table))
     if chosen == "xla":
         return reference(queries, keys, values, page_table, starts, num_rows, first)
     interpret = chosen == "interpret"

@@ -49,7 +49,7 @@ class Tiles:
         return min(wanted, -(-capacity // TILE))
 
 
-def unsupported(queries: Any, keys: Any, values: Any, page_table: Any) -> str | None:
+def unfit(queries: Any, keys: Any, values: Any, page_table: Any) -> str | None:
     """Why the kernel does not take these shapes and dtypes, in one line; None if it does."""
     batch, rows, heads, dim = queries.shape
     _, page_size, groups, _ = keys.shape

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from infer import bench
+from infer import bench, floor
 from tests.infer import engines
 
 
@@ -26,13 +26,13 @@ def test_floors_count_every_byte_once(draft: str) -> None:
     lanes, context = 5, 100
     terms = made(draft).floor(lanes, context, 3)["terms_ms"]
     weights = size(loaded.model) - loaded.model.embed_tokens.weight.nbytes
-    assert terms["weights"] == pytest.approx(1e3 * weights / bench.READ)
-    assert terms["matrices"] == pytest.approx(1e3 * 2 * lanes * 4 * weights / 4 / bench.MATRIX)
+    assert terms["weights"] == pytest.approx(1e3 * weights / floor.READ)
+    assert terms["matrices"] == pytest.approx(1e3 * 2 * lanes * 4 * weights / 4 / floor.MATRIX)
     delta = c.layer_types.count("linear_attention")
     state = lanes * delta * c.linear_num_value_heads * c.linear_value_head_dim * c.linear_key_head_dim * 4
-    assert terms["state"] == pytest.approx(1e3 * 2 * state / bench.COPY)
+    assert terms["state"] == pytest.approx(1e3 * 2 * state / floor.COPY)
     held = 2 * lanes * context * c.num_key_value_heads * c.head_dim * 4
-    assert terms["keys and values"] == pytest.approx(1e3 * held * (c.num_hidden_layers - delta) / bench.READ)
+    assert terms["keys and values"] == pytest.approx(1e3 * held * (c.num_hidden_layers - delta) / floor.READ)
     table = loaded.model.unembedding.size * 4
     head = size(loaded.head) + table
     if draft == "fp8":
@@ -41,7 +41,7 @@ def test_floors_count_every_byte_once(draft: str) -> None:
         # codes, and a float32 scale for each output channel
         head += sum(x.shape[0] * 4 for x in jax.tree.leaves(loaded.head) if x.ndim == 2)
         head += table // 4 + 4 * c.vocab_size
-    assert terms["drafting"] == pytest.approx(1e3 * 3 * (head + held) / bench.READ)
+    assert terms["drafting"] == pytest.approx(1e3 * 3 * (head + held) / floor.READ)
     whole = made(draft).floor(lanes, context, 0)
     assert whole["terms_ms"]["drafting"] == 0 and whole["floor_ms"] < made(draft).floor(lanes, context, 3)["floor_ms"]
 
@@ -53,7 +53,7 @@ def test_steps_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert bench.main([*command, "--k", "3", "--acceptance", "2.5"]) == 0
     (step,) = json.loads(capsys.readouterr().out.splitlines()[-1])["steps"]
     assert (step["lanes"], step["context"], step["k"]) == (2, 16, 3)
-    # synthetic: 160 lane steps of a mean of 2.5 tokens, standard deviation 1.2
+    # synthetic: 40 steps of two lanes of a mean of 2.5 tokens, standard deviation 1.2
     assert step["tokens_a_step"] == pytest.approx(2.5, abs=4 * 1.2 / np.sqrt(2 * 40))
     assert step["step_ms"] > step["floor_ms"] > 0
 
@@ -62,9 +62,22 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(turns: int, implementation: str) -> Any:
         return jnp.ones(3) * (1.1 if implementation == "mosaic" else 1.0)
 
-    case = bench.Case("op", "shape", run, 8, bench.READ, 0.01)
-    monkeypatch.setattr(bench, "delta_rule_cases", lambda lanes: iter([case]))
+    case = bench.Case("op", "shape", run, 8, floor.READ, 0.01)
+    monkeypatch.setitem(bench.OPS, "gated_delta", lambda lanes: iter([case]))
     args = argparse.Namespace(ops=["gated_delta"], lanes=[1], implementations=["xla", "mosaic"])
     right, wrong = bench.run_kernels(args, rich.console.Console(quiet=True))["kernels"]
     assert right["error"] == 0 and "microseconds" in right
     assert "microseconds" not in wrong and wrong["failure"] == "differs from its definition by 1.0e-01: not timed"
+
+
+def test_what_can_not_be_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["kernels", "--ops", "gated_delta,softmax"])
+    assert stopped.value.code == 2 and "'softmax' is none of gated_delta, paged_attention" in capsys.readouterr().err
+
+
+def test_a_trace_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(jnp.ones(3) + 1)
+    with pytest.raises(ValueError, match="shows no GPU at work; a profile needs one, and this is cpu"):
+        bench.device_rows(tmp_path)

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer import decode
 from infer.engine import Engine
 from infer.packed import Packed
 from infer.params import SamplingParams, TokenAutomaton
 from infer.replies import Reply
 from infer.speculative import stands_with
 from mtp.kernels.sampling import Sampling, target_noise
-from tests import oracle
+from tests import oracle, rig
 from tests.infer import small_models
 from tests.infer.engines import CONFIG, answer, assert_as_new, engine, prompt
 from tests.sampling_twin import adjusted, processed
@@ -508,3 +509,19 @@ def test_tokens_without_text_are_never_chosen_and_never_listed() -> None:
     assert len(listed) == 5 * len(reply.token_ids) and max(*listed, *reply.token_ids) < usable
     free = answer(engine(), [PROMPT], ask(temperature=1.0, logprobs=5))[0]
     assert any(token >= usable for entry in free.log_probs for token, _ in entry.top)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_logit_that_is_not_finite_makes_its_row_unsound_and_no_other(bad: float, temperature: float) -> None:
+    """Wherever it stands in a row of 8,192, with a bias as every request has one: a maximum may miss a NaN there."""
+    size, places = 8192, (0, 5, 4096, 8191)
+    logits = np.random.default_rng(0).normal(size=(1, len(places) + 1, size)).astype(np.float32)
+    for row, place in enumerate(places):
+        logits[0, row, place] = bad
+    sampling = replace(Sampling.alike(1, temperature=temperature), bias=jnp.zeros((1, size), jnp.float32))
+    asked = replace(rig.request(1, 9), sampling=sampling)
+    gen = decode.begin(rig.lanes(1, 16), 0)
+    law = jax.jit(decode.law_of_rows)
+    _, sound = law(jnp.asarray(logits), gen, asked, jnp.zeros((1,), jnp.int32), decode.not_before(1, len(places) + 1))
+    assert sound[0].tolist() == [False] * len(places) + [True]

@@ -157,7 +157,7 @@ def test_full_size_lowers_for_a_gpu(lanes: int, first: int) -> None:
 
 def test_shapes_that_do_not_fit_are_refused_by_name() -> None:
     queries, keys, values, table, *rest = Case().arrays()
-    assert mgpu.unsupported(queries, keys, values, table) is None
+    assert mgpu.unfit(queries, keys, values, table) is None
     wide = [x.astype(jnp.float32) for x in (queries, keys, values)]
     for arrays, reason in (
         ((*wide, table), "float32"),
