@@ -111,20 +111,25 @@ class _Flight:
         return any(lane.work is not None and lane.work.params.logprobs is not None for lane in self.lanes)
 
 
-class _Compilations:
-    """Counts the programs that jax compiles in this process."""
+class Compilations:
+    """The programs that jax compiles in this process, and the seconds that tracing and compiling them take."""
 
     count = 0
+    seconds = 0.0
     listening = False
 
     @classmethod
     def listen(cls) -> None:
+        """Starts to count; once is enough."""
         if not cls.listening:
             cls.listening = True
             jax.monitoring.register_event_duration_secs_listener(cls.heard)
 
     @classmethod
     def heard(cls, event: str, duration: float, **_: object) -> None:
+        """For jax."""
+        if event.startswith("/jax/core/compile/"):
+            cls.seconds += duration
         if event == "/jax/core/compile/backend_compile_duration":
             cls.count += 1
 
@@ -326,8 +331,8 @@ class Engine:
         self._counts = dict.fromkeys((*names, "full_tokens", "full_steps"), 0)
         self._full_seconds = 0.0
         self.warm = False
-        _Compilations.listen()
-        self._compiled = _Compilations.count
+        Compilations.listen()
+        self._compiled = Compilations.count
 
     @classmethod
     def from_pretrained(
@@ -425,7 +430,7 @@ class Engine:
         scheduler = self.scheduler
         held = scheduler.held_pages
         return Stats(
-            compilations=_Compilations.count - self._compiled,
+            compilations=Compilations.count - self._compiled,
             warm=self.warm,
             free_lanes=scheduler.lanes.count(None),
             free_pages=scheduler.pool.free,
@@ -480,7 +485,7 @@ class Engine:
         self.gen = programs.copy_page(self.gen, none[0], none[0])
         jax.block_until_ready(self.gen)
         self.warm = True
-        self._compiled = _Compilations.count
+        self._compiled = Compilations.count
 
     # -- what a turn dispatches ----------------------------------------------------------------------------------------
 

@@ -209,7 +209,11 @@ def _workloads(record: Record) -> str:
         passes = raw.get(name) or []
         arms = {arm: [one[arm] for one in passes] for arm in ("stock", "candidate")}
         wall = ["-" if not arms[arm] else f"{_mean(_rate(one, 'wall') for one in arms[arm]):,.1f}" for arm in arms]
-        floors = [one["step_seconds"] / one["floor_seconds"] for one in arms["stock"] if one.get("floor_seconds")]
+        floors = [
+            one["step_seconds"] / one["floor_seconds"]
+            for one in arms["stock"]
+            if one["step_seconds"] and one.get("floor_seconds")
+        ]
         acceptance = (record.get("acceptance") or {}).get(name)
         rows.append(
             (

@@ -24,7 +24,7 @@ import rich.console
 import rich.progress
 
 from infer.cli import provenance, read_text
-from infer.engine import Engine
+from infer.engine import Compilations, Engine
 from infer.judge import gates, record, selftest, subject, texts, workloads
 from infer.judge import plan as planning
 from infer.judge import replies as sampling
@@ -475,15 +475,19 @@ class Judge:
         total = len(ARMS) * len(names) * len(prompts) * settings.pilot * settings.max_tokens
         self.display.stage("pilot of the replies", total)
         pilot = Tally.empty(prompts, names, self.config)
+        Compilations.listen()
+        compiled, drawing = Compilations.seconds, time.perf_counter()
         self.take_look(pilot, prompts, dict.fromkeys(names, settings.pilot), ("pilot",))
-        seconds = time.perf_counter() - begun
+        now = time.perf_counter()
+        # looks compile nothing again; tracing may have been counted inside compiling, so not below a tenth
+        drawing = max(now - drawing - (Compilations.seconds - compiled), 0.1 * (now - drawing))
         return planning.make_plan(
             pilot.clusters_record(),
             record.LIMITS,
             num_looks=settings.looks,
-            tokens_per_second=pilot.num_tokens / seconds,
+            tokens_per_second=pilot.num_tokens / drawing,
             budget_tokens=settings.budget_tokens,
-            budget_seconds=max(1.0, budget - seconds),
+            budget_seconds=max(1.0, budget - (now - begun)),
         )
 
     def take_look(
