@@ -74,6 +74,14 @@ def test_the_bare_reference_record_says_what_was_not_measured() -> None:
     assert "undecided" in page(found, "strict")[1].text.lower()
 
 
+def test_an_arm_that_never_ran_full_has_no_step_to_show() -> None:
+    raw = deepcopy(records.raw_of(records.build()))
+    for one in raw["raw"]["passes"]["busy"]:
+        one["stock"] |= {"step_seconds": None, "floor_seconds": 0.01}
+    _, seen = page(record.complete(raw))
+    assert "stock step / floor" in seen.text
+
+
 def test_the_verdict_names_the_gate_that_decides() -> None:
     _, seen = page(records.build(likelihood_gap=0.2))
     assert "Failed under the rule strict: likelihood" in seen.text
