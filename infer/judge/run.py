@@ -475,12 +475,11 @@ class Judge:
         total = len(ARMS) * len(names) * len(prompts) * settings.pilot * settings.max_tokens
         self.display.stage("pilot of the replies", total)
         pilot = Tally.empty(prompts, names, self.config)
-        Compilations.listen()
-        compiled, drawing = Compilations.seconds, time.perf_counter()
+        compiled, begun_drawing = Compilations.seconds, time.perf_counter()
         self.take_look(pilot, prompts, dict.fromkeys(names, settings.pilot), ("pilot",))
         now = time.perf_counter()
-        # looks compile nothing again; tracing may have been counted inside compiling, so not below a tenth
-        drawing = max(now - drawing - (Compilations.seconds - compiled), 0.1 * (now - drawing))
+        # looks compile nothing again
+        drawing = now - begun_drawing - (Compilations.seconds - compiled)
         return planning.make_plan(
             pilot.clusters_record(),
             record.LIMITS,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from infer.decode import HONEST
-from infer.engine import Engine
+from infer.engine import Compilations, Engine
 from infer.judge import __main__ as command
 from infer.judge import controls, gates, record, replies, run, scoring, selftest, texts, workloads
 from infer.judge.config import Controls, JudgeConfig, Replies, Texts, Workload
@@ -443,6 +443,21 @@ def test_a_whole_run(found: dict[str, Any]) -> None:
     verdict = gates.judge(found, "strict")
     verdicts = {check.name: check.verdict for check in verdict.checks}
     assert not verdict.passed and "undecided" in verdicts.values() and "fail" not in verdicts.values()
+
+
+def test_a_plan_does_not_expect_looks_to_compile(display: run.Display, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = [0.0], {}
+
+    def pilot(*_: object) -> None:
+        clock[0] += 100.0
+        Compilations.heard("/jax/core/compile/backend_compile_duration", 90.0)
+
+    monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(run.Judge, "take_look", pilot)
+    monkeypatch.setattr(run.Tally, "num_tokens", 1000)
+    monkeypatch.setattr(run.planning, "make_plan", lambda *_, **options: said.update(options))
+    run.Judge(SUBJECT, CONFIG, OPTIONS, display).make_plan([Prompt("p", (1, 2))], 300.0, 0.0)
+    assert said["tokens_per_second"] == pytest.approx(100) and said["budget_seconds"] == 200
 
 
 def test_more_passes_are_added_to_the_same_thing_only(found: dict[str, Any], display: run.Display) -> None:
