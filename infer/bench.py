@@ -352,17 +352,20 @@ def run_kernels(args: argparse.Namespace, console: rich.console.Console) -> Reco
 def run_profile(args: argparse.Namespace, console: rich.console.Console) -> Record:
     """The command `profile`: what the device did during a few steps, the longest rows first."""
     bench = _bench(args)
+    # what the host does makes a trace large and slow, and is not shown
+    quiet = jax.profiler.ProfileOptions()
+    quiet.host_tracer_level = quiet.python_tracer_level = 0
     found: list[Record] = []
     for num_lanes in args.lanes:
         for k in args.k:
-            steps = MAX_STEPS // 4
+            steps = MAX_STEPS // 8
             gen, request = bench.lanes(num_lanes, args.contexts[0], k, 4 * steps * (k + 1))
             for _ in range(2):
                 gen, turn = bench.run(gen, request, steps, k)
             jax.block_until_ready(turn)
             with tempfile.TemporaryDirectory() as scratch:
                 directory = Path(args.trace or scratch) / f"lanes{num_lanes}_k{k}"
-                with jax.profiler.trace(str(directory)):
+                with jax.profiler.trace(str(directory), profiler_options=quiet):
                     gen, turn = bench.run(gen, request, steps, k)
                     jax.block_until_ready(turn)
                 rows = device_rows(directory)

@@ -350,7 +350,9 @@ class Engine:
         tokenizer = Tokenizer.from_pretrained(directory, ModelConfig.from_pretrained(directory))
         if dtype is None:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        return cls(weights.load(directory, dtype=dtype), tokenizer, **options)
+        loaded = weights.load(directory, dtype=dtype)
+        loaded.model.stack()
+        return cls(loaded, tokenizer, **options)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -299,6 +299,7 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     loaded = _load(directory, jnp.dtype(dtype))
+    loaded.model.stack()
     if not has_head and not args.json:
         print(f"{args.model} has no MTP head: plain decoding", file=sys.stderr)
     about = {"model": args.model, "dtype": dtype} | provenance()

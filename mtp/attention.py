@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from mtp.cache import Pages, append
 from mtp.config import ModelConfig
 from mtp.kernels.paged_attention import paged_attention
-from mtp.layers import Linear, RMSNorm, rotary_angles, rotate
+from mtp.layers import Fp8Linear, Linear, RMSNorm, rotary_angles, rotate, stack_linears
 from mtp.shapes import Array, Float, Hidden, Int32, PerLane
 
 
@@ -29,20 +29,38 @@ class GatedAttention(nnx.Module):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype)
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype)
         self.config = config
+        # q, k and v in one matrix, which then are None
+        self.qkv_proj: Linear | Fp8Linear | None = None
+
+    def stack(self) -> None:
+        """Stores q, k and v as one matrix, in place."""
+        self.qkv_proj = nnx.data(stack_linears(self.q_proj, self.k_proj, self.v_proj))
+        self.q_proj = self.k_proj = self.v_proj = None
+
+    def _project(self, x: Hidden) -> tuple[Array, Array, Array]:
+        """q (with its gate), k and v. A compiler does the stacked product once, however often it is asked for."""
+        if self.qkv_proj is None:
+            return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        config = self.config
+        queries = 2 * config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+        return q, k, v
 
     def keys_values(
         self, x: Hidden, positions: Int32[Array, "B T"]
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Normed, rotated keys and plain values of the rows."""
         shape = (*x.shape[:2], self.config.num_key_value_heads, self.config.head_dim)
-        keys = self.k_norm(self.k_proj(x).reshape(shape))
-        return rotate(keys, rotary_angles(positions, self.config)), self.v_proj(x).reshape(shape)
+        _, keys, values = self._project(x)
+        keys = rotate(self.k_norm(keys.reshape(shape)), rotary_angles(positions, self.config))
+        return keys, values.reshape(shape)
 
     def queries_gate(
         self, x: Hidden, positions: Int32[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]:
         """Normed, rotated queries and the output gate; each head's projection holds its query, then its gate."""
-        both = self.q_proj(x).reshape(*x.shape[:2], self.config.num_attention_heads, 2 * self.config.head_dim)
+        both = self._project(x)[0].reshape(*x.shape[:2], self.config.num_attention_heads, 2 * self.config.head_dim)
         queries, gate = jnp.split(both, 2, axis=-1)
         return rotate(self.q_norm(queries), rotary_angles(positions, self.config)), gate
 

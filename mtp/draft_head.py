@@ -48,15 +48,14 @@ def fp8_head(head: MTPHead, model: Qwen35) -> MTPHead:
 
     What it drafts differs a little; what is accepted is still exact, since q is the law of these very logits.
     """
-    layer = head.layers[0]
-    made: MTPHead = nnx.clone(head)
-    made.fc = Fp8Linear(head.fc.weight[...])
-    new = made.layers[0]
-    assert layer.self_attn is not None and new.self_attn is not None
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        setattr(new.self_attn, name, Fp8Linear(getattr(layer.self_attn, name).weight[...]))
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        setattr(new.mlp, name, Fp8Linear(getattr(layer.mlp, name).weight[...]))
+    made: MTPHead = nnx.merge(*nnx.split(head))
+    layer = made.layers[0]
+    layer.stack()
+    assert layer.self_attn is not None
+    for module in (made, layer.self_attn, layer.mlp):
+        for name, linear in list(vars(module).items()):
+            if isinstance(linear, Linear):
+                setattr(module, name, Fp8Linear(linear.weight[...]))
     made.lm_head = nnx.data(Fp8Linear(model.unembedding))
     return made
 

@@ -5,6 +5,7 @@ window, commit nothing of it) and `read_chunk` (prefill: the chunked form, which
 `read_documents` is the chunked form over packed training text.
 """
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -24,7 +25,7 @@ from mtp.kernels.gated_delta import (
     rows_from,
     split_heads,
 )
-from mtp.layers import Linear, broadcast_last
+from mtp.layers import Linear, broadcast_last, stack_linears
 from mtp.shapes import Array, Bool, Float, Float32, Hidden, PerLane
 
 
@@ -67,16 +68,33 @@ class GatedDeltaNet(nnx.Module):
         self.norm = GatedNorm(config)
         self.out_proj = Linear(width, config.value_dim, rngs, dtype, (None, "heads"))
         self.config = config
+        # qkv, z, b and a in one matrix, which then are None
+        self.in_proj: Linear | None = None
+
+    def stack(self) -> None:
+        """Stores qkv, z, b and a as one matrix, in place."""
+        self.in_proj = nnx.data(stack_linears(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
+        self.in_proj_qkv = self.in_proj_z = self.in_proj_b = self.in_proj_a = None
+
+    def _project(self, x: Hidden) -> tuple[Array, Array, Array, Array]:
+        """qkv, z, b and a. A compiler does the stacked product once, however often it is asked for."""
+        if self.in_proj is None:
+            return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        config = self.config
+        sizes = config.conv_channels, config.value_dim, config.linear_num_value_heads
+        qkv, z, b, a = jnp.split(self.in_proj(x), tuple(itertools.accumulate(sizes)), axis=-1)
+        return qkv, z, b, a
 
     def rows(self, x: Hidden) -> DeltaRows:
         """What the rows bring to the recurrence; gates in float32."""
-        a = self.in_proj_a(x).astype(jnp.float32) + broadcast_last(self.dt_bias[...].astype(jnp.float32), 3)
+        qkv, _, b, a = self._project(x)
+        a = a.astype(jnp.float32) + broadcast_last(self.dt_bias[...].astype(jnp.float32), 3)
         log_decay = -broadcast_last(jnp.exp(self.A_log[...]), 3) * jax.nn.softplus(a)
-        return DeltaRows(self.in_proj_qkv(x), log_decay, jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32)))
+        return DeltaRows(qkv, log_decay, jax.nn.sigmoid(b.astype(jnp.float32)))
 
     def finish(self, outputs: Float32[Array, "B T U Z"], x: Hidden) -> Hidden:
         """Norms and gates the heads' outputs and projects them back to the residual width."""
-        normed = self.norm(outputs, self.in_proj_z(x).reshape(outputs.shape))
+        normed = self.norm(outputs, self._project(x)[1].reshape(outputs.shape))
         return self.out_proj(normed.astype(x.dtype).reshape(*x.shape[:2], -1))
 
 

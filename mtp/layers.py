@@ -40,6 +40,14 @@ class Linear(nnx.Module):
         return linear(x, self.weight[...])
 
 
+def stack_linears(*parts: Linear) -> Linear:
+    """One map with the outputs of all, in order: maps of the same input are read and launched as one."""
+    whole: Linear = nnx.merge(*nnx.split(parts[0]))
+    rows = jnp.concatenate([part.weight[...] for part in parts], axis=0)
+    whole.weight = nnx.Param(rows, axes=parts[0].weight.axes)
+    return whole
+
+
 class Fp8Linear(nnx.Module):
     """A linear map whose weight is fp8 with a scale an output channel; inputs and sums keep their own dtype.
 
@@ -94,9 +102,20 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(inner, width, rngs, dtype, ("mlp", None))
         self.up_proj = Linear(inner, width, rngs, dtype, ("mlp", None))
         self.down_proj = Linear(width, inner, rngs, dtype, (None, "mlp"))
+        # gate and up in one matrix, which then are None
+        self.gate_up_proj: Linear | Fp8Linear | None = None
+
+    def stack(self) -> None:
+        """Stores gate and up as one matrix, in place."""
+        self.gate_up_proj = nnx.data(stack_linears(self.gate_proj, self.up_proj))
+        self.gate_proj = self.up_proj = None
 
     def __call__(self, x: Hidden) -> Hidden:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up_proj is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 def broadcast_last(vector: Float[Array, "I"], ndim: int) -> Float[Array, "..."]:

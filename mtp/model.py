@@ -7,6 +7,7 @@ sequences for training. Both return hidden rows after the final norm: what `unem
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,13 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, rngs, dtype)
 
+    def stack(self) -> None:
+        """Stores maps of the same input as one matrix, in place."""
+        self.mlp.stack()
+        for mixer in (self.linear_attn, self.self_attn):
+            if mixer is not None:
+                mixer.stack()
+
     def __call__(self, x: Hidden, mix: Callable[[Hidden], Hidden]) -> Hidden:
         """The layer around a mixer that the caller brings, bound to its memory."""
         x = x + mix(self.input_layernorm(x))
@@ -48,6 +56,15 @@ class Qwen35(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.vocab_size, config.hidden_size, rngs, dtype, ("vocab", None))
         self.config = config
+
+    def stack(self) -> Self:
+        """Stores maps of the same input as one matrix, in place: for decoding, where every launch counts.
+
+        What the checkpoint names is gone then: such a model can't be exported, nor trained.
+        """
+        for layer in self.layers:
+            layer.stack()
+        return self
 
     @property
     def unembedding(self) -> Float[Array, "V D"]:

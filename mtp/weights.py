@@ -646,6 +646,8 @@ def _copy_side_files(source: Path, target: Path) -> None:
 
 
 def _pieces(loaded: Loaded, prefix: str) -> list[_Piece]:
+    if loaded.model.layers[0].mlp.gate_up_proj is not None:
+        raise CheckpointError("the model's maps are stacked for decoding: load the checkpoint again to export it")
     table = Table.of(loaded.config, prefix=prefix)
     values = {("", *path): param for path, param in nnx.to_flat_state(nnx.state(loaded.model))}
     if loaded.head is not None:

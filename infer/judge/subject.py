@@ -61,7 +61,7 @@ def load(name: str, dtype: str | None) -> Subject:
     if name.startswith(RANDOM):
         config = _random_config(name.removeprefix(RANDOM))
         head = MTPHead(config, nnx.Rngs(1), dtype)
-        loaded = Loaded(config, Qwen35(config, nnx.Rngs(0), dtype), head)
+        loaded = Loaded(config, Qwen35(config, nnx.Rngs(0), dtype).stack(), head)
         return Subject(name, dtype, loaded, None, Law({"temperature": 1.0}, config.eos_token_ids, config.vocab_size))
     directory = weights.resolve(name)
     config = ModelConfig.from_pretrained(directory)
@@ -69,6 +69,7 @@ def load(name: str, dtype: str | None) -> Subject:
     loaded = weights.load(directory, dtype=dtype)
     if loaded.head is None:
         raise ValueError(f"{name} has no mtp.* tensors: there is no candidate to judge")
+    loaded.model.stack()
     law = Law({"temperature": 1.0, **tokenizer.defaults}, tokenizer.stop_ids, len(tokenizer))
     return Subject(name, dtype, loaded, tokenizer, law)
 
