@@ -1,6 +1,7 @@
-"""Measures what decoding costs on this device, beside what it must cost: `python -m infer.bench step|kernels|profile`.
+"""Measures what decoding costs on this device, beside what it must cost.
 
     python -m infer.bench step --model random:qwen3.5-27b --lanes 1,16,64 --contexts 512
+    python -m infer.bench prefill --model random:qwen3.5-27b --lanes 1,16 --tokens 2048
     python -m infer.bench kernels
     python -m infer.bench profile --model demo --lanes 16 --k 3
 
@@ -45,6 +46,8 @@ from mtp.weights import Loaded
 
 PAGE_SIZE = 64
 MAX_STEPS = 32
+# k of the caches that prompts are read into
+MAX_DRAFTS = 3
 
 Record = dict[str, Any]
 
@@ -214,6 +217,63 @@ def run_step(args: argparse.Namespace, console: rich.console.Console) -> Record:
         console.print(f"lanes {num_lanes}, context {context}, k {k}: {one['step_ms']:.3f} ms")
     console.print(table)
     return {"command": "step", "model": args.model, "acceptance": args.acceptance, "steps": found}
+
+
+# -- prefill -----------------------------------------------------------------------------------------------------------
+
+
+def measure_prefill(bench: Bench, num_lanes: int, tokens: int, chunk: int, together: int, repeats: int) -> Record:
+    """Seconds of reading prompts of `tokens` tokens into every lane, a chunk of `together` lanes a call.
+
+    The lower bound is the matrices' share alone: what the delta rule and attention multiply comes on top.
+    """
+    together = min(together, num_lanes)
+    gen, request = bench.lanes(num_lanes, 0, MAX_DRAFTS, tokens)
+    table, empty = jnp.array(gen.cache.page_table), jnp.zeros((num_lanes,), jnp.int32)
+    rng = np.random.default_rng(0)
+    seen = []
+    for _ in range(repeats + 1):
+        gen = replace(gen, cache=replace(gen.cache, lengths=jnp.array(empty)))
+        jax.block_until_ready(gen)
+        begun = time.perf_counter()
+        for start, first in itertools.product(range(0, tokens, chunk), range(0, num_lanes, together)):
+            lanes = np.arange(first, first + together, dtype=np.int32)
+            ids = rng.integers(0, bench.config.vocab_size, (together, chunk)).astype(np.int32)
+            counts = np.where(lanes < num_lanes, min(chunk, tokens - start), 0).astype(np.int32)
+            gen = programs.read_prompts(bench.model, bench.head, gen, table, lanes, ids, counts)
+        jax.block_until_ready(gen)
+        seen.append(time.perf_counter() - begun)
+    seconds = statistics.median(seen[1:])
+    weights = sum(floor.num_bytes(layer) for layer in bench.loaded.model.layers) // jnp.dtype(bench.dtype).itemsize
+    least = 2 * num_lanes * tokens * weights / floor.MATRIX
+    for leaf in jax.tree.leaves((gen, request)):
+        leaf.delete()
+    return {
+        "lanes": num_lanes,
+        "tokens": tokens,
+        "chunk": [together, chunk],
+        "seconds": seconds,
+        "tokens_a_second": num_lanes * tokens / seconds,
+        "floor_seconds": least,
+        "first_seconds": seen[0],
+    }
+
+
+def run_prefill(args: argparse.Namespace, console: rich.console.Console) -> Record:
+    """The command `prefill`."""
+    bench = _bench(args)
+    table = rich.table.Table("lanes", "tokens", "chunk", "s", "tokens/s", "share of the ceiling", "first call, s")
+    found: list[Record] = []
+    for num_lanes, tokens in itertools.product(args.lanes, args.tokens):
+        one = measure_prefill(bench, num_lanes, tokens, args.chunk, args.together, args.repeats)
+        found.append(one)
+        names = str(num_lanes), str(tokens), " x ".join(map(str, one["chunk"]))
+        share = f"{one['floor_seconds'] / one['seconds']:.0%}"
+        figures = f"{one['seconds']:.3f}", f"{one['tokens_a_second']:,.0f}", share, f"{one['first_seconds']:.0f}"
+        table.add_row(*names, *figures)
+        console.print(f"{num_lanes} lanes of {tokens} tokens: {one['seconds']:.3f} s, {share} of the matrix ceiling")
+    console.print(table)
+    return {"command": "prefill", "model": args.model, "prefill": found}
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -430,21 +490,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = Parser(prog="python -m infer.bench", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, summary in (("step", run_step), ("profile", run_profile)):
+    for name, summary in (("step", run_step), ("prefill", run_prefill), ("profile", run_profile)):
         one = commands.add_parser(name, help=summary.__doc__)
         one.add_argument(
             "--model", default="demo", help="checkpoint directory, hub id, demo (default) or random:CONFIG"
         )
         one.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16")
         one.add_argument("--lanes", type=_numbers, default=[1, 16])
-        one.add_argument("--contexts", type=_numbers, default=[512])
         one.add_argument("--kernels", choices=IMPLEMENTATIONS[:2], help="default: kernels where they run")
+        one.add_argument("--draft", choices=DRAFTS, default="auto")
+        one.add_argument("--repeats", type=int, default=3)
+        one.set_defaults(verify=LAWS[0], acceptance=None, temperature=1.0)
+        if name == "prefill":
+            one.add_argument("--tokens", type=_numbers, default=[2048], help="of a prompt")
+            one.add_argument("--chunk", type=int, default=512, help="tokens of a prompt that a call reads")
+            one.add_argument("--together", type=int, default=4, help="prompts that a call reads")
+            continue
+        one.add_argument("--contexts", type=_numbers, default=[512])
         one.add_argument("--k", type=_numbers, default=[0, 3])
         one.add_argument("--verify", choices=LAWS, default=LAWS[0])
-        one.add_argument("--draft", choices=DRAFTS, default="auto")
         one.add_argument("--temperature", type=float, default=1.0)
         one.add_argument("--acceptance", type=float, help="synthetic: mean tokens a verify step (of three drafts)")
-        one.add_argument("--repeats", type=int, default=3)
         one.add_argument("--trace", type=Path, help="where the trace itself is kept (profile)")
         one.add_argument("--rows", type=int, default=10, help="rows of a profile (default 10)")
     kernels = commands.add_parser("kernels", help=run_kernels.__doc__)
@@ -456,7 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = rich.console.Console(stderr=True, highlight=False, width=120)
 
     def command() -> int:
-        run = {"step": run_step, "profile": run_profile, "kernels": run_kernels}[args.command]
+        run = {"step": run_step, "prefill": run_prefill, "profile": run_profile, "kernels": run_kernels}[args.command]
         print(to_json({**run(args, console), **provenance()}))
         return 0
 

@@ -58,6 +58,23 @@ def test_steps_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert step["step_ms"] > step["floor_ms"] > 0
 
 
+def test_prompts_of_a_tiny_model_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three lanes of 20 tokens in chunks of 2 x 16: four calls, which read 60 tokens; bounds count no embedding."""
+    read: list[int] = []
+    honest = bench.programs.read_prompts
+
+    def counted(*arguments: Any) -> Any:
+        read.append(int(arguments[-1].sum()))
+        return honest(*arguments)
+
+    monkeypatch.setattr(bench.programs, "read_prompts", counted)
+    one = bench.measure_prefill(made(), 3, 20, 16, 2, 1)
+    assert read == [32, 16, 8, 4] * 2
+    layers = sum(x.size for x in jax.tree.leaves(engines.loaded().model.layers))
+    assert one["floor_seconds"] == pytest.approx(2 * 60 * layers / floor.MATRIX)
+    assert one["tokens_a_second"] == pytest.approx(60 / one["seconds"]) and one["first_seconds"] > one["seconds"]
+
+
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(turns: int, implementation: str) -> Any:
         return jnp.ones(3) * (1.1 if implementation == "mosaic" else 1.0)
