@@ -375,8 +375,29 @@ def _attention_turns(arguments: Any, turns: int, implementation: str) -> Any:
     return programs.attentions(*arguments, repeats=jnp.int32(turns), implementation=implementation)
 
 
+def sampling_cases(lanes: Sequence[int]) -> Iterator[Case]:
+    """From logits to tokens, four rows a lane, over the vocabulary of 27B; reading the logits once is the bound."""
+    settings: dict[str, Any] = {
+        "no filter": {},
+        "top-k 20, top-p 0.95": {"top_k": 20, "top_p": 0.95},
+        "top-p 0.95": {"top_p": 0.95},
+    }
+    for count in lanes:
+        logits = 3 * jax.random.normal(jax.random.key(count), (count, 4, 248_320), jnp.float32)
+        for name, filters in settings.items():
+            temperature = 1.5 if name == "top-p 0.95" else 1.0
+            one = partial(_sampling_turns, logits, Sampling.alike(count, temperature=temperature, **filters))
+            yield Case("sampling", f"{count} x 4, {name}", one, logits.nbytes, floor.READ, 0.0)
+
+
+def _sampling_turns(logits: Any, sampling: Sampling, turns: int, implementation: str) -> Any:
+    if implementation != "xla":
+        raise NotImplementedError("it has no kernel of its own")
+    return programs.samples(logits, sampling, repeats=jnp.int32(turns))
+
+
 # the shapes of each op
-OPS = {"gated_delta": delta_rule_cases, "paged_attention": attention_cases}
+OPS = {"gated_delta": delta_rule_cases, "paged_attention": attention_cases, "sampling": sampling_cases}
 
 
 def run_kernels(args: argparse.Namespace, console: rich.console.Console) -> Record:

@@ -20,7 +20,7 @@ from mtp.config import ModelConfig
 from mtp.draft_head import MTPHead, prefill
 from mtp.kernels.gated_delta import gated_delta_window
 from mtp.kernels.paged_attention import paged_attention
-from mtp.kernels.sampling import History, adjust_logits, forbid_tokens, process_logits, target_noise
+from mtp.kernels.sampling import History, Sampling, adjust_logits, forbid_tokens, process_logits, sample, target_noise
 from mtp.model import Qwen35
 from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, Tokens
 
@@ -297,3 +297,17 @@ def attentions(queries: Array, *rest: Any, repeats: Int32[Array, ""], implementa
     """`mtp.kernels.paged_attention.paged_attention` so many times, each asking what the one before has answered."""
     turn = lambda _, queries: paged_attention(queries, *rest, implementation=implementation)  # noqa: E731
     return lax.fori_loop(0, repeats, turn, queries)
+
+
+@jax.jit
+def samples(logits: Logits, sampling: Sampling, *, repeats: Int32[Array, ""]) -> Int32[Array, "B T"]:
+    """Tokens drawn from the logits so many times, each with noise of its own and a temperature that the ones before
+    have changed a little, so that nothing is done once for all."""
+    rows = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+
+    def turn(number: Array, tokens: Array) -> Array:
+        warmer = sampling.temperature + 1e-12 * tokens[:, 0].astype(jnp.float32)
+        law = process_logits(logits, replace(sampling, temperature=warmer))
+        return sample(law, target_noise(sampling, jnp.broadcast_to(number + rows, tokens.shape), logits.shape[-1]))
+
+    return lax.fori_loop(0, repeats, turn, jnp.zeros(logits.shape[:2], jnp.int32))

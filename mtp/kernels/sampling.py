@@ -21,6 +21,9 @@ from mtp.shapes import Array, Bool, Float32, Int32, LaneMask, Logits, PerLane, T
 # SYNTHETIC decides measurements with weights that can't accept.
 TARGET, DRAFT, ACCEPT, RECOVER, SYNTHETIC = range(5)
 NUM_STREAMS = 5
+# The largest top-k that is found without passes over the whole vocabulary, and how rows are cut up for it.
+CANDIDATES = 64
+CHUNKS = (128, 16)
 
 
 @jax.tree_util.register_dataclass
@@ -199,32 +202,77 @@ def process_logits(logits: Logits, sampling: Sampling) -> Logits:
 def _cutoff(gap: Logits, sampling: Sampling) -> Float32[Array, "B T 1"]:
     """The largest gap that top-k and then top-p leave."""
     top_k, top_p = sampling.top_k[:, None, None], sampling.top_p[:, None, None]
-    everything = jnp.full_like(gap[:, :, :1], jnp.inf)
+    greedy = (sampling.temperature == 0)[:, None, None]
 
     def search() -> Array:
+        """Among each row's `CANDIDATES` smallest gaps: exact where it finds something."""
+        least = _smallest_gaps(gap)
+        place = jnp.broadcast_to(jnp.clip(top_k, 1, CANDIDATES) - 1, (*gap.shape[:2], 1))
+        within_k = jnp.where(top_k == 0, jnp.inf, jnp.take_along_axis(least, place, axis=-1))
+        need = top_p * jnp.sum(jnp.where(gap > within_k, 0.0, jnp.exp(-gap)), axis=-1, keepdims=True)
+        # what the tokens at least as probable as each candidate hold: all of them are candidates but for the last one's
+        # ties, and if top-k is what excludes those, the answer is top-k's
+        together = least[..., None, :] <= least[..., :, None]
+        held = jnp.sum(jnp.where(together, jnp.exp(-least)[..., None, :], 0.0), axis=-1)
+        reached = (held >= need) & (least < least[..., -1:])
+        within_p = jnp.min(jnp.where(reached, least, jnp.inf), axis=-1, keepdims=True)
+        limited = (top_k > 0) & (top_k <= CANDIDATES)
+        off = greedy | ((top_k == 0) & (top_p >= 1)) | jnp.isnan(gap[..., :1])
+        found = off | limited | ((top_k == 0) & jnp.isfinite(within_p))
+        cutoff = jnp.where(top_p >= 1, within_k, jnp.minimum(within_k, within_p))
+        # by row, so that no row depends on what its neighbours need
+        return lax.cond(jnp.all(found), lambda: cutoff, lambda: jnp.where(found, cutoff, search_all()))
+
+    def search_all() -> Array:
         within_k = jnp.where(top_k == 0, jnp.inf, _smallest_gap(gap, jnp.ones_like(gap), top_k.astype(jnp.float32)))
         mass = jnp.where(gap > within_k, 0.0, jnp.exp(-gap))
         need = top_p * jnp.sum(mass, axis=-1, keepdims=True)
         return jnp.where(top_p >= 1, within_k, jnp.minimum(within_k, _smallest_gap(gap, mass, need)))
 
-    return lax.cond(jnp.any((top_k > 0) | (top_p < 1)), search, lambda: everything)
+    active = ((top_k > 0) | (top_p < 1)) & ~greedy
+    return lax.cond(jnp.any(active), search, lambda: jnp.full_like(gap[:, :, :1], jnp.inf))
 
 
-def _smallest_gap(gap: Logits, mass: Logits, need: Float32[Array, "B #T 1"]) -> Float32[Array, "B T 1"]:
+def _smallest_gaps(gap: Logits) -> Float32[Array, "B T n"]:
+    """The `CANDIDATES` smallest gaps of each row, ascending; inf behind the last.
+
+    Of the chunks of a row only those with the smallest minima are looked at: the n-th smallest minimum is no less than
+    the n-th smallest gap, and a smaller gap lies in a chunk of a smaller minimum, of which there are fewer than n.
+    """
+    for size in CHUNKS:
+        count = -(-gap.shape[-1] // size)
+        if count > CANDIDATES:
+            pad = ((0, 0), (0, 0), (0, count * size - gap.shape[-1]))
+            chunks = jnp.pad(gap, pad, constant_values=jnp.inf).reshape(*gap.shape[:2], count, size)
+            _, chosen = lax.top_k(-jnp.min(chunks, axis=-1), CANDIDATES)
+            gap = jnp.take_along_axis(chunks, chosen[..., None], axis=2).reshape(*gap.shape[:2], -1)
+    pad = ((0, 0), (0, 0), (0, max(0, CANDIDATES - gap.shape[-1])))
+    return -lax.top_k(-jnp.pad(gap, pad, constant_values=jnp.inf), CANDIDATES)[0]
+
+
+def _smallest_gap(
+    gap: Logits, mass: Logits, need: Float32[Array, "B #T 1"], bits: int | None = None
+) -> Float32[Array, "B T 1"]:
     """The smallest gap g such that the tokens with gap <= g hold at least `need` of `mass`; inf if all of them do not.
 
-    Floats that are not negative are ordered like their bits, so g is found exactly, one bit a pass from the
-    top: 31 reductions over V instead of a sort, which at 248k tokens costs more and whose running sum
-    rounds worse.
+    Floats that are not negative are ordered like their bits, so g is found exactly, some bits a pass from the top:
+    reductions over V instead of a sort, which at 248k tokens costs more and whose running sum rounds worse. A GPU is
+    busy with reading, so that it sums for all values of four bits at once; a CPU is not.
     """
-    order = lax.bitcast_convert_type(gap, jnp.int32)
+    bits = bits or (1 if jax.default_backend() == "cpu" else 4)
+    passes = -(-31 // bits)
+    order = lax.bitcast_convert_type(gap, jnp.uint32)
 
-    def decide_bit(i: Array, bound: Array) -> Array:
-        bit = jnp.int32(1) << (30 - i)
-        reached = jnp.sum(jnp.where(order <= bound + (bit - 1), mass, 0.0), axis=-1, keepdims=True) >= need
-        return jnp.where(reached, bound, bound + bit)
+    def decide_bits(i: Array, bound: Array) -> Array:
+        shift = (bits * (passes - 1 - i)).astype(jnp.uint32)
+        short = jnp.zeros_like(bound)
+        for digit in range(1, 1 << bits):
+            below = bound + (jnp.uint32(digit) << shift)
+            held = jnp.sum(jnp.where(order < below, mass, 0.0), axis=-1, keepdims=True)
+            short = short + (held < need).astype(jnp.uint32)
+        return bound + (short << shift)
 
-    bound = lax.fori_loop(0, 31, decide_bit, jnp.zeros_like(order[:, :, :1]))
+    bound = lax.fori_loop(0, passes, decide_bits, jnp.zeros_like(order[:, :, :1]))
     found = lax.bitcast_convert_type(bound, jnp.float32)
     return jnp.where(found <= jnp.inf, found, jnp.inf)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp.kernels import sampling
 from mtp.kernels.sampling import (
     History,
     Sampling,
@@ -74,6 +75,68 @@ def test_transform_equals_sorting_twin(vocab_size):
                 want = processed(biased, **settings)
                 np.testing.assert_array_equal(got[b, t] > 0, want > 0)
                 np.testing.assert_allclose(got[b, t], want, atol=2e-6)
+
+
+def rows_of_every_kind(vocab_size: int) -> np.ndarray:
+    """Logits of rows that are peaked, flat, full of ties, all equal, and almost all forbidden: [5, V]."""
+    rng = np.random.default_rng(vocab_size)
+    rows = np.stack([rng.normal(0, scale, vocab_size) for scale in (4.0, 0.05, 2.0, 0.0, 1.0)])
+    rows[2] = np.round(rows[2] * 2) / 2
+    rows[4, rng.random(vocab_size) > 10 / vocab_size] = -np.inf
+    rows[4, 0] = 0.5
+    return rows.astype(np.float32)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 100, 1500, 20_000])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(1, 1.0), (20, 0.95), (64, 0.1), (65, 0.95), (0, 0.95), (0, 0.5), (200, 1.0)]
+)
+def test_the_quick_search_and_the_general_one_equal_the_twin(vocab_size: int, top_k: int, top_p: float) -> None:
+    """Support equal and probabilities within 2e-6, on rows that the candidates decide and rows that they don't."""
+    logits = rows_of_every_kind(vocab_size)
+    got = np.exp(np.asarray(process(logits[:, None], Sampling.alike(5, top_k=top_k, top_p=top_p)), np.float64))
+    for row, (ours, theirs) in enumerate(zip(got[:, 0], logits, strict=True)):
+        want = processed(theirs, top_k=top_k, top_p=top_p)
+        np.testing.assert_array_equal(ours > 0, want > 0, err_msg=str(row))
+        np.testing.assert_allclose(ours, want, atol=2e-6, err_msg=str(row))
+
+
+def test_a_row_has_the_same_bits_whoever_is_beside_it() -> None:
+    """Lanes of all settings, which need the general search for some of them, and one of nothing but NaN, against each
+    row with a copy of itself beside it."""
+    settings = (dict(top_k=20, top_p=0.95), dict(top_k=300), dict(top_p=0.9), dict(temperature=0.0), dict(top_k=3))
+    logits = rows_of_every_kind(1500)[:, None].repeat(2, axis=1)
+    logits[4, 1] = np.nan
+    together = np.asarray(process(logits, lanes(settings)))
+    assert np.isnan(together[4, 1]).all() and not np.isnan(together[:4]).any() and not np.isnan(together[4, 0]).any()
+    for b, one in enumerate(settings):
+        alone = process(logits[b : b + 1].repeat(5, axis=0), lanes((one,) * 5))
+        np.testing.assert_array_equal(together[b], np.asarray(alone)[3])
+
+
+def test_the_smallest_gaps_are_those_of_a_sort() -> None:
+    """Bit for bit, where chunks matter and where there are fewer than are asked for."""
+    rng = np.random.default_rng(3)
+    for size in (7, 64, 1100, 9000):
+        gap = np.round(rng.exponential(1.0, (2, 2, size)), 2).astype(np.float32)
+        got = np.asarray(jax.jit(sampling._smallest_gaps)(gap))
+        want = np.full((2, 2, sampling.CANDIDATES), np.inf, np.float32)
+        want[..., :size] = np.sort(gap, axis=-1)[..., : sampling.CANDIDATES]
+        np.testing.assert_array_equal(got, want)
+
+
+def test_one_bit_a_pass_and_four_find_the_same_gap() -> None:
+    """Bit for bit, on ties, on flat rows, and where not enough is held."""
+    rng = np.random.default_rng(4)
+    gap = rng.exponential(1.0, (3, 2, 700)).astype(np.float32)
+    gap[1] = np.round(gap[1], 1)
+    gap[2, 1, 5:] = np.inf
+    search = jax.jit(sampling._smallest_gap, static_argnums=3)
+    for need in (1.0, 5.0, 150.0, 701.0):
+        found = [np.asarray(search(gap, np.ones_like(gap), np.full((3, 1, 1), need), bits)) for bits in (1, 4)]
+        np.testing.assert_array_equal(*found)
+        order = np.sort(np.concatenate([gap, np.full((3, 2, 1), np.inf, np.float32)], axis=-1), axis=-1)
+        np.testing.assert_array_equal(found[0], order[..., int(need) - 1 :][..., :1])
 
 
 def test_every_order_of_the_filters_differs_from_ours():
