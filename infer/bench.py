@@ -11,13 +11,15 @@ Weights may be random, since speed does not depend on their values; drafts are t
 
 import argparse
 import collections
+import dataclasses
 import glob
 import itertools
+import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -113,21 +115,14 @@ class Bench:
         )
         return gen, request
 
-    def run(self, gen: Generation, request: Request, steps: int, num_draft_tokens: int) -> tuple[Generation, Packet]:
-        """Some decoding steps."""
-        gen, turn = decode_turn(
-            self.model,
-            self.head if num_draft_tokens else Packed(None),
-            gen,
-            request,
-            # the program is given it with every call
-            jnp.array(gen.cache.page_table),
-            jnp.int32(steps),
-            num_draft_tokens=num_draft_tokens,
-            law=self.law if num_draft_tokens else LAWS[0],
-            max_steps=MAX_STEPS,
-        )
-        return gen, turn
+    def program(self, gen: Generation, request: Request, num_draft_tokens: int) -> "Program":
+        """Steps of such lanes, compiled."""
+        weights = self.model, self.head if num_draft_tokens else Packed(None)
+        law = self.law if num_draft_tokens else LAWS[0]
+        arguments = *weights, gen, request, gen.cache.page_table, jnp.int32(1)
+        lowered = decode_turn.lower(*arguments, num_draft_tokens=num_draft_tokens, law=law, max_steps=MAX_STEPS)
+        begun = time.perf_counter()
+        return Program(lowered.compile(), weights, time.perf_counter() - begun)
 
     def floor(self, num_lanes: int, context: int, num_draft_tokens: int) -> Record:
         """Milliseconds that a step can't go below, and of what."""
@@ -140,6 +135,25 @@ class Bench:
         }
 
 
+@dataclass(frozen=True)
+class Program:
+    """`decode_turn`, compiled for some lanes."""
+
+    compiled: Any
+    weights: tuple[Packed[Any], Packed[Any]]
+    compile_seconds: float
+
+    def run(self, gen: Generation, request: Request, steps: int) -> tuple[Generation, Packet]:
+        """Some decoding steps, at most `MAX_STEPS`."""
+        # the pages are given with every call; those of `gen` go with it
+        return self.compiled(*self.weights, gen, request, jnp.array(gen.cache.page_table), jnp.int32(steps))
+
+    @property
+    def temporary_bytes(self) -> int:
+        """What it needs beside weights and lanes."""
+        return int(self.compiled.memory_analysis().temp_size_in_bytes)
+
+
 def measure_step(bench: Bench, num_lanes: int, context: int, num_draft_tokens: int, repeats: int) -> Record:
     """Milliseconds of one step inside a device loop, and what a call costs beside its steps.
 
@@ -148,16 +162,15 @@ def measure_step(bench: Bench, num_lanes: int, context: int, num_draft_tokens: i
     short, long = MAX_STEPS // 4, MAX_STEPS
     room = (repeats + 2) * (short + long) * (num_draft_tokens + 1)
     gen, request = bench.lanes(num_lanes, context, num_draft_tokens, room)
-    begun = time.perf_counter()
-    gen, turn = bench.run(gen, request, 1, num_draft_tokens)
+    program = bench.program(gen, request, num_draft_tokens)
+    gen, turn = program.run(gen, request, 1)
     jax.block_until_ready(turn)
-    compile_seconds = time.perf_counter() - begun
     times: dict[int, list[float]] = {short: [], long: []}
     tokens, steps, dispatch = 0, 0, []
     for repeat in range(repeats + 1):
         for count, seen in times.items():
             begun = time.perf_counter()
-            gen, turn = bench.run(gen, request, count, num_draft_tokens)
+            gen, turn = program.run(gen, request, count)
             dispatched = time.perf_counter() - begun
             jax.block_until_ready(turn)
             if repeat:
@@ -176,7 +189,8 @@ def measure_step(bench: Bench, num_lanes: int, context: int, num_draft_tokens: i
         "dispatch_ms": 1e3 * max(dispatch),
         "tokens_a_step": tokens / steps / num_lanes,
         "tokens_a_second": 1e3 * tokens / steps / step_ms,
-        "compile_seconds": compile_seconds,
+        "compile_seconds": program.compile_seconds,
+        "temporary_gib": program.temporary_bytes / 2**30,
         **bench.floor(num_lanes, context, num_draft_tokens),
     }
     stats = jax.devices()[0].memory_stats() or {}
@@ -430,59 +444,98 @@ def run_kernels(args: argparse.Namespace, console: rich.console.Console) -> Reco
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
+# A step's verbs, and the parts that most of its time goes to: named scopes of the code.
+VERBS = ("draft", "verify", "accept_and_commit")
+PARTS = ("attention_layer", "delta_layer", "mlp", "unembed", "law")
+
+
+def scopes_of(text: str) -> dict[str, str]:
+    """The scope of each instruction of a compiled program, such as "verify mlp"; "" for one that has none."""
+    found = {}
+    for name, path in re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', text, re.MULTILINE):
+        inside = path.split("/")
+        named = [next((scope for scope in reversed(inside) if scope in scopes), "") for scopes in (VERBS, PARTS)]
+        found[name] = " ".join(filter(None, named))
+    return found
+
+
 def run_profile(args: argparse.Namespace, console: rich.console.Console) -> Record:
-    """The command `profile`: what the device did during a few steps, the longest rows first."""
+    """The command `profile`: what the device did during a few steps, by scope and by kernel, the longest first."""
     bench = _bench(args)
     # what the host does makes a trace large and slow, and is not shown
     quiet = jax.profiler.ProfileOptions()
     quiet.host_tracer_level = quiet.python_tracer_level = 0
     found: list[Record] = []
-    for num_lanes in args.lanes:
-        for k in args.k:
-            steps = MAX_STEPS // 8
-            gen, request = bench.lanes(num_lanes, args.contexts[0], k, 4 * steps * (k + 1))
-            for _ in range(2):
-                gen, turn = bench.run(gen, request, steps, k)
-            jax.block_until_ready(turn)
-            with tempfile.TemporaryDirectory() as scratch:
-                directory = Path(args.trace or scratch) / f"lanes{num_lanes}_k{k}"
-                with jax.profiler.trace(str(directory), profiler_options=quiet):
-                    gen, turn = bench.run(gen, request, steps, k)
-                    jax.block_until_ready(turn)
-                rows = device_rows(directory)
-            total = sum(seconds for _, seconds in rows.values())
-            launches = sum(count for count, _ in rows.values())
-            console.print(
-                f"lanes {num_lanes}, k {k}: {1e3 * total / steps:.3f} ms of device work and "
-                f"{launches / steps:.0f} launches a step"
-            )
-            table = rich.table.Table("a step", "us a step", "us each", "kernel")
-            longest = sorted(rows.items(), key=lambda item: -item[1][1])[: args.rows]
-            for name, (count, seconds) in longest:
-                each = 1e6 * seconds / count
-                table.add_row(f"{count / steps:.1f}", f"{1e6 * seconds / steps:.1f}", f"{each:.1f}", name[:90])
-            console.print(table)
-            found.append({"lanes": num_lanes, "k": k, "steps": steps, "rows": longest})
-            for leaf in jax.tree.leaves((gen, request)):
-                leaf.delete()
+    for num_lanes, k in itertools.product(args.lanes, args.k):
+        steps = MAX_STEPS // 8
+        gen, request = bench.lanes(num_lanes, args.contexts[0], k, 4 * steps * (k + 1))
+        program = bench.program(gen, request, k)
+        for _ in range(2):
+            gen, turn = program.run(gen, request, steps)
+        jax.block_until_ready(turn)
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(args.trace or scratch) / f"lanes{num_lanes}_k{k}"
+            with jax.profiler.trace(str(directory), profiler_options=quiet):
+                gen, turn = program.run(gen, request, steps)
+                jax.block_until_ready(turn)
+            rows = device_rows(directory, scopes_of(program.compiled.as_text()))
+        total, launches = sum(row.seconds for row in rows), sum(row.count for row in rows)
+        console.print(
+            f"lanes {num_lanes}, k {k}: {1e3 * total / steps:.3f} ms of device work and "
+            f"{launches / steps:.0f} launches a step"
+        )
+        by_scope: dict[str, list[Any]] = collections.defaultdict(lambda: [0, 0.0])
+        for row in rows:
+            by_scope[row.scope][0] += row.count
+            by_scope[row.scope][1] += row.seconds
+        table = rich.table.Table("scope", "launches a step", "us a step")
+        for scope, (count, seconds) in sorted(by_scope.items(), key=lambda item: -item[1][1]):
+            table.add_row(scope or "none", f"{count / steps:.1f}", f"{1e6 * seconds / steps:.1f}")
+        console.print(table)
+        table = rich.table.Table("a step", "us a step", "us each", "scope", "kernel")
+        longest = sorted(rows, key=lambda row: -row.seconds)[: args.rows]
+        for row in longest:
+            each = 1e6 * row.seconds / row.count
+            figures = f"{row.count / steps:.1f}", f"{1e6 * row.seconds / steps:.1f}", f"{each:.1f}"
+            table.add_row(*figures, row.scope, row.kernel[:70])
+        console.print(table)
+        rows_said = [dataclasses.asdict(row) for row in longest]
+        scopes = {scope: {"count": count, "seconds": seconds} for scope, (count, seconds) in by_scope.items()}
+        found.append({"lanes": num_lanes, "k": k, "steps": steps, "scopes": scopes, "rows": rows_said})
+        for leaf in jax.tree.leaves((gen, request)):
+            leaf.delete()
     return {"command": "profile", "model": args.model, "profiles": found}
 
 
-def device_rows(directory: Path) -> dict[str, tuple[int, float]]:
-    """How often each kernel of a trace ran, and its seconds in all. Raises ValueError if it shows no GPU at work."""
-    paths = glob.glob(str(directory / "**" / "*.xplane.pb"), recursive=True)
-    rows: dict[str, list[float]] = collections.defaultdict(list)
-    for path in paths:
+@dataclass(frozen=True)
+class Row:
+    """All runs of one kernel in one scope."""
+
+    kernel: str
+    scope: str
+    count: int
+    seconds: float
+
+
+def device_rows(directory: Path, scopes: Mapping[str, str]) -> list[Row]:
+    """The kernels of a trace. Raises ValueError if it shows no GPU at work.
+
+    Args:
+        scopes: by the name of the instruction that launched the kernel.
+    """
+    rows: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for path in glob.glob(str(directory / "**" / "*.xplane.pb"), recursive=True):
         for plane in jax.profiler.ProfileData.from_file(path).planes:
             if not plane.name.startswith("/device:GPU"):
                 continue
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     for event in line.events:
-                        rows[event.name].append(event.duration_ns * 1e-9)
+                        instruction = str(dict(event.stats).get("hlo_op", ""))
+                        rows[event.name, scopes.get(instruction, "")].append(event.duration_ns * 1e-9)
     if not rows:
         raise ValueError(f"the trace shows no GPU at work; a profile needs one, and this is {jax.default_backend()}")
-    return {name: (len(seconds), sum(seconds)) for name, seconds in rows.items()}
+    return [Row(*key, len(seconds), sum(seconds)) for key, seconds in rows.items()]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

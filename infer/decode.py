@@ -158,7 +158,8 @@ def law_of_rows(
     allowed = logits if request.sampling.bias is None else logits + request.sampling.bias[:, None, :]
     # a maximum is not sure to be NaN where one of many numbers is
     sound = jnp.isfinite(jnp.max(allowed, axis=-1)) & ~jnp.any(jnp.isnan(allowed), axis=-1)
-    return verbs.process(logits, request.sampling), sound
+    with jax.named_scope("law"):
+        return verbs.process(logits, request.sampling), sound
 
 
 def not_before(lanes: int, rows: int) -> Int32[Array, "B T J"]:

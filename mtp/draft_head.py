@@ -35,7 +35,10 @@ class MTPHead(nnx.Module):
 
     def logits(self, model: Qwen35, hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
         """Of the next draft, from the head's normed output."""
-        return model.unembed(hidden) if self.lm_head is None else self.lm_head.wide(hidden)
+        if self.lm_head is None:
+            return model.unembed(hidden)
+        with jax.named_scope("unembed"):
+            return self.lm_head.wide(hidden)
 
     def inputs(self, model: Qwen35, tokens: Tokens, hidden: Hidden) -> Hidden:
         """What the head's layer reads: the token's embedding and the hidden row before it, normed and mixed."""

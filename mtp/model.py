@@ -43,7 +43,8 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Hidden, mix: Callable[[Hidden], Hidden]) -> Hidden:
         """The layer around a mixer that the caller brings, bound to its memory."""
         x = x + mix(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Qwen35(nnx.Module):
@@ -76,7 +77,8 @@ class Qwen35(nnx.Module):
         table = self.unembedding
         exact = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
         contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-        return lax.dot_general(hidden, table, contract, precision=exact, preferred_element_type=jnp.float32)
+        with jax.named_scope("unembed"):
+            return lax.dot_general(hidden, table, contract, precision=exact, preferred_element_type=jnp.float32)
 
 
 def forward(model: Qwen35, cache: Cache, tokens: Tokens, num_tokens: PerLane, *, keep: bool) -> tuple[Hidden, Cache]:

@@ -75,6 +75,17 @@ def test_prompts_of_a_tiny_model_are_read_whole(monkeypatch: pytest.MonkeyPatch)
     assert one["tokens_a_second"] == pytest.approx(60 / one["seconds"]) and one["first_seconds"] > one["seconds"]
 
 
+def test_a_compiled_steps_instructions_are_told_apart_by_scope() -> None:
+    """Each verb and each part has some, by the named scopes of the code."""
+    one = made()
+    gen, request = one.lanes(2, 16, 3, 64)
+    program = one.program(gen, request, 3)
+    scopes = set(bench.scopes_of(program.compiled.as_text()).values())
+    trunk = {f"verify {part}" for part in ("attention_layer", "delta_layer", "mlp", "unembed", "law")}
+    assert trunk | {"draft mlp", "draft unembed", "draft law", "accept_and_commit"} <= scopes
+    assert "draft delta_layer" not in scopes and program.temporary_bytes > 0
+
+
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(turns: int, implementation: str) -> Any:
         return jnp.ones(3) * (1.1 if implementation == "mosaic" else 1.0)
@@ -97,4 +108,4 @@ def test_a_trace_without_a_gpu_is_refused(tmp_path: Path) -> None:
     with jax.profiler.trace(str(tmp_path)):
         jax.block_until_ready(jnp.ones(3) + 1)
     with pytest.raises(ValueError, match="shows no GPU at work; a profile needs one, and this is cpu"):
-        bench.device_rows(tmp_path)
+        bench.device_rows(tmp_path, {})
