@@ -3,6 +3,7 @@
     python -m infer.bench step --model random:qwen3.5-27b --lanes 1,16,64 --contexts 512
     python -m infer.bench prefill --model random:qwen3.5-27b --lanes 1,16 --tokens 2048
     python -m infer.bench kernels
+    python -m infer.bench memory --model random:qwen3.5-27b --length 4096
     python -m infer.bench profile --model demo --lanes 16 --k 3
 
 Weights may be random, since speed does not depend on their values; drafts are then accepted by chance, at the mean that
@@ -36,6 +37,7 @@ from infer.cli import Parser, provenance, run_command, to_json
 from infer.decode import Generation, Request
 from infer.engine import DRAFTS, draft_head
 from infer.judge import subject
+from infer.judge.options import RANDOM
 from infer.packed import Packed
 from infer.params import LAWS, MAX_LOGPROBS
 from infer.speculative import Packet, decode_turn, stands_with
@@ -288,6 +290,33 @@ def run_prefill(args: argparse.Namespace, console: rich.console.Console) -> Reco
         console.print(f"{num_lanes} lanes of {tokens} tokens: {one['seconds']:.3f} s, {share} of the matrix ceiling")
     console.print(table)
     return {"command": "prefill", "model": args.model, "prefill": found}
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def run_memory(args: argparse.Namespace, console: rich.console.Console) -> Record:
+    """The command `memory`: what weights and lanes take with and without drafts, and how many lanes fit; by shapes."""
+    config = subject.config_of(args.model)
+    memory = int(args.memory * 2**30)
+    table = rich.table.Table("what", "", *(f"k = {k}, MiB" for k in args.k))
+    arms: list[Record] = []
+    for k in args.k:
+        once, lane = floor.memory_terms(
+            config, num_draft_tokens=k, length=args.length, page_size=PAGE_SIZE, dtype=args.dtype or "bfloat16"
+        )
+        fit = max(0, (memory - sum(once.values())) // sum(lane.values()))
+        arms.append({"k": k, "once": once, "lane": lane, "lanes": fit})
+    for part, title in (("once", "once"), ("lane", "a lane")):
+        for name in dict.fromkeys(itertools.chain(*(arm[part] for arm in arms))):
+            table.add_row(name, title, *(f"{arm[part].get(name, 0) / 2**20:,.2f}" for arm in arms))
+    table.add_row(f"lanes of {args.length} tokens in {args.memory:g} GiB", "", *(f"{arm['lanes']:,}" for arm in arms))
+    console.print(table)
+    first, *others = arms
+    for arm in others:
+        arm["cost"] = 1 - arm["lanes"] / max(first["lanes"], 1)
+        console.print(f"k = {arm['k']} costs {arm['cost']:.1%} of the lanes of k = {first['k']}")
+    return {"command": "memory", "model": args.model, "length": args.length, "memory": memory, "arms": arms}
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -587,6 +616,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.add_argument("--acceptance", type=float, help="synthetic: mean tokens a verify step (of three drafts)")
         one.add_argument("--trace", type=Path, help="where the trace itself is kept (profile)")
         one.add_argument("--rows", type=int, default=10, help="rows of a profile (default 10)")
+    memory = commands.add_parser("memory", help=run_memory.__doc__)
+    memory.add_argument("--model", default=RANDOM + "qwen3.5-27b", help="checkpoint directory or random:CONFIG")
+    memory.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16")
+    memory.add_argument("--k", type=_numbers, default=[0, 3])
+    memory.add_argument("--length", type=int, default=4096, help="tokens that a lane holds (default 4096)")
+    memory.add_argument("--memory", type=float, default=130.0, help="GiB of the device to use (default 130)")
     kernels = commands.add_parser("kernels", help=run_kernels.__doc__)
     kernels.add_argument("--lanes", type=_numbers, default=[1, 16, 64])
     kernels.add_argument("--ops", type=partial(_names, known=OPS), default=list(OPS))
@@ -596,7 +631,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = rich.console.Console(stderr=True, highlight=False, width=120)
 
     def command() -> int:
-        run = {"step": run_step, "prefill": run_prefill, "profile": run_profile, "kernels": run_kernels}[args.command]
+        run = {
+            "step": run_step,
+            "prefill": run_prefill,
+            "profile": run_profile,
+            "memory": run_memory,
+            "kernels": run_kernels,
+        }[args.command]
         print(to_json({**run(args, console), **provenance()}))
         return 0
 

@@ -1,11 +1,14 @@
-"""What a decoding step can't go below on an H200: bytes over the memory's speed, operations over the matrix units'."""
+"""What a decoding step can't go below on an H200, bytes over the memory's speed and operations over the matrix units';
+and what weights and lanes take of its memory."""
 
 from collections.abc import Mapping
 
 import jax
+from flax import nnx
 
+from infer import programs
 from mtp.config import ModelConfig
-from mtp.draft_head import MTPHead
+from mtp.draft_head import MTPHead, fp8_head
 from mtp.model import Qwen35
 
 # bytes read, bytes copied and bfloat16 operations a second, measured (LOG.md)
@@ -55,5 +58,52 @@ def whole(terms: Mapping[str, float]) -> float:
 
 
 def num_bytes(tree: object) -> int:
-    """Of all arrays in a tree."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    """Of all arrays in a tree, or of what their shapes say."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def memory_terms(
+    config: ModelConfig, *, num_draft_tokens: int, length: int, page_size: int, dtype: str
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes on the device: those that are there once, and those of each lane that holds `length` tokens.
+
+    With drafts the head is fp8, with an fp8 copy of the unembedding. Nothing is allocated: shapes alone are asked. The
+    logits and laws are those that a step has to have at once; activations, which are small and shared, are left out.
+    """
+    k, rows = num_draft_tokens, num_draft_tokens + 1
+    model = nnx.eval_shape(lambda: Qwen35(config, nnx.Rngs(0), dtype))
+    once = {"weights": num_bytes(model)}
+    if k:
+        draft = nnx.eval_shape(
+            lambda: fp8_head(MTPHead(config, nnx.Rngs(1), dtype), Qwen35(config, nnx.Rngs(0), dtype))
+        )
+        once["draft head"] = num_bytes(draft)
+    pages = -(-length // page_size)
+    gen = jax.eval_shape(
+        lambda: programs.idle_lanes(
+            config,
+            num_lanes=1,
+            num_pages=pages,
+            page_size=page_size,
+            pages_per_lane=pages,
+            num_draft_tokens=k,
+            dtype=dtype,
+            with_head=k > 0,
+            top=0,
+        )
+    )
+    cache, logits = gen.cache, rows * config.vocab_size * 4
+    lane = {
+        "keys and values": num_bytes(cache.attention),
+        "keys and values of the head": num_bytes(cache.draft),
+        "committed state": num_bytes([(one.state, one.conv) for one in cache.delta]),
+        "pending rows": num_bytes(
+            [(one.pending_qkv, one.pending_log_decay, one.pending_write_strength) for one in cache.delta]
+        ),
+        "logits": logits,
+        "laws of the target": logits,
+        "laws of the drafts": k * config.vocab_size * 4,
+        # counts of penalties and the bias of every token
+        "bookkeeping": num_bytes(gen.history) + config.vocab_size * 4,
+    }
+    return once, lane

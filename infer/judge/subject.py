@@ -59,7 +59,7 @@ def load(name: str, dtype: str | None) -> Subject:
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if name.startswith(RANDOM):
-        config = _random_config(name.removeprefix(RANDOM))
+        config = config_of(name)
         head = MTPHead(config, nnx.Rngs(1), dtype)
         loaded = Loaded(config, Qwen35(config, nnx.Rngs(0), dtype).stack(), head)
         return Subject(name, dtype, loaded, None, Law({"temperature": 1.0}, config.eos_token_ids, config.vocab_size))
@@ -92,6 +92,10 @@ def engine_of(subject: Subject, arm: str, *, num_draft_tokens: int, **options: A
         engine.close()
 
 
-def _random_config(name: str) -> ModelConfig:
+def config_of(name: str) -> ModelConfig:
+    """The config of a subject, whose weights are not read. Raises as `load`."""
+    if not name.startswith(RANDOM):
+        return ModelConfig.from_pretrained(weights.resolve(name))
+    name = name.removeprefix(RANDOM)
     path = Path(name)
     return ModelConfig.from_hf(json.loads(read_text(path))) if path.is_file() else ModelConfig.preset(name)

@@ -12,6 +12,8 @@ import pytest
 import rich.console
 
 from infer import bench, floor
+from mtp import cache as kv
+from mtp.draft_head import fp8_head
 from tests.infer import engines
 
 
@@ -44,6 +46,32 @@ def test_floors_count_every_byte_once(draft: str) -> None:
     assert terms["drafting"] == pytest.approx(1e3 * 3 * (head + held) / floor.READ)
     whole = made(draft).floor(lanes, context, 0)
     assert whole["terms_ms"]["drafting"] == 0 and whole["floor_ms"] < made(draft).floor(lanes, context, 3)["floor_ms"]
+
+
+def test_memory_terms_are_those_of_real_arrays() -> None:
+    """Weights, fp8 head and lanes of the small model, allocated; 40 tokens are three pages of 16."""
+    c, loaded = engines.CONFIG, engines.loaded()
+    sizes = dict(num_lanes=1, num_pages=3, page_size=16, pages_per_lane=3, dtype=jnp.float32)
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))  # noqa: E731
+    for k in (0, 3):
+        once, lane = floor.memory_terms(c, num_draft_tokens=k, length=40, page_size=16, dtype="float32")
+        assert once["weights"] == size(loaded.model)
+        cache = kv.init(c, num_draft_tokens=k, with_head=k > 0, **sizes)
+        small = ("page_table", "lengths", "num_pending", "recent_hidden", "recent_tokens", "num_recent")
+        held = size(cache) - sum(size(getattr(cache, name)) for name in small)
+        names = ("keys and values", "keys and values of the head", "committed state", "pending rows")
+        assert sum(lane[name] for name in names) == held
+        assert lane["logits"] == lane["laws of the target"] == (k + 1) * c.vocab_size * 4
+        assert lane["laws of the drafts"] == k * c.vocab_size * 4
+    assert once["draft head"] == size(fp8_head(loaded.head, loaded.model))
+
+
+def test_memory_of_27b_needs_no_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """54 GB of weights are counted and not made; three drafts cost at most 8 % of the lanes of 4,096 tokens."""
+    assert bench.main(["memory", "--model", "random:qwen3.5-27b"]) == 0
+    stock, ours = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]
+    assert stock["lanes"] > ours["lanes"] >= 0.92 * stock["lanes"]
+    assert ours["once"]["weights"] == stock["once"]["weights"] == pytest.approx(2 * 26.9e9, rel=0.01)
 
 
 def test_steps_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
