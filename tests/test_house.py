@@ -35,8 +35,8 @@ LAYERS = (
     ("mtp.draft_head",),
     ("mtp.weights",),
 )
-# Beside `train -> mtp <- infer`, one module drives the engine to make training data.
-EXCEPTIONS = {("train.generate_data", "infer.engine")}
+# Beside `train -> mtp <- infer`, one module drives the engine to make training data, under the commands' device flags.
+EXCEPTIONS = {("train.generate_data", "infer.engine"), ("train.generate_data", "infer.cli")}
 
 # What reaches the disk, the network, another process or the clock.
 IO_MODULES = {
