@@ -1,18 +1,38 @@
-"""Held-out figures of a trunk and its head: bits per byte, and how many drafts would be accepted.
+"""How good is a head? Figures of held-out text while a model is trained, and of the target's own replies.
 
-Everything is teacher-forced on the held-out text, so it costs one pass. Acceptance is a chain: a draft counts only if
-those before it held.
+`Tally` is teacher-forced on text of any origin: bits per byte, and how many drafts would be accepted.
+
+    python -m train.generate_data replies prompts.jsonl --model demo --temperature 1 --out replies.jsonl
+    python -m train.evaluate demo replies.jsonl
+
+reads replies that the target has written (`train.serving`) and says how many tokens a verify step emits in each mode of
+serving, with an interval, beside what the engine that drew the replies has counted. Exit status 1: the engine's count
+lies outside the interval, so that serving is not what was evaluated.
 """
 
+import argparse
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
 
+from mtp import weights
+from mtp.kernels.sampling import Sampling
 from mtp.shapes import Array, Bool
+from train import serving
 from train.data import Batch, HeldOut
 from train.losses import RowScores
+from train.serving import SAMPLED_MODES, Rounds
 
 
 @dataclass(frozen=True)
@@ -109,3 +129,171 @@ class Tally:
                 },
             }
         return report
+
+
+# -- replies of the target ---------------------------------------------------------------------------------------------
+
+# Texts are padded to these lengths and their doubles, so that few shapes are compiled.
+SHORTEST = 64
+
+
+def _doubled(size: int) -> int:
+    return SHORTEST << max(0, (-(-size // SHORTEST) - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Text:
+    """One reply: what was read and what came of it."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    # tokens that each verify step emitted
+    steps: tuple[int, ...]
+    domain: str
+
+    @property
+    def length_group(self) -> str:
+        """By the tokens of prompt and reply."""
+        size = len(self.prompt_token_ids) + len(self.token_ids)
+        return f"up to {_doubled(size)} tokens"
+
+
+def read_texts(path: Path) -> tuple[list[Text], dict[str, Any]]:
+    """The replies of `train.generate_data replies`, and what they were drawn with.
+
+    Raises:
+        ValueError, OSError: one line; no such file, a line of another kind, or no reply with a token to draft.
+    """
+    about = json.loads(path.with_name(path.name + ".about.json").read_text(encoding="utf-8"))
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+            prompt, tokens, steps = (tuple(record[name]) for name in ("prompt_token_ids", "token_ids", "steps"))
+            texts.append(Text(prompt, tokens, steps, str(record.get("domain", "no domain"))))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path.name} line {number} is no reply of `train.generate_data replies`") from None
+    # a reply of one token has no verify step
+    texts = [text for text in texts if len(text.token_ids) > 1]
+    if not texts:
+        raise ValueError(f"{path.name} has no reply of two tokens or more: there is nothing to draft")
+    return texts, about
+
+
+def evaluate(loaded: weights.Loaded, texts: Sequence[Text], about: Mapping[str, Any], chunk_rows: int) -> dict:
+    """What each mode would make of the texts: {mode: {group: figures}}; the group "all" comes first.
+
+    Raises:
+        ValueError: the checkpoint has no head.
+    """
+    if loaded.head is None:
+        raise ValueError("the checkpoint has no mtp.* tensors: there is no head to evaluate")
+    modes = ("greedy",) if about["temperature"] == 0 else SAMPLED_MODES
+    vocab_size = loaded.config.vocab_size
+    usable = jnp.arange(vocab_size) < about["usable_tokens"]
+    sampling = replace(
+        Sampling.alike(1, **{name: about[name] for name in ("temperature", "top_k", "top_p", "min_p")}),
+        bias=jnp.where(usable, 0.0, -jnp.inf)[None].astype(jnp.float32),
+    )
+    rounds: dict[str, list[Rounds]] = {mode: [] for mode in modes}
+    for text in tqdm(texts, desc="replies", unit="reply", leave=False, disable=not sys.stderr.isatty()):
+        ids = (*text.prompt_token_ids, *text.token_ids)
+        length = _doubled(len(ids))
+        odds = serving.read_odds(
+            loaded.head,
+            loaded.model,
+            *serving.padded(ids, length),
+            sampling,
+            num_depths=about["draft_tokens"],
+            chunk_rows=min(chunk_rows, length),
+        )
+        odds = jax.tree.map(np.asarray, odds)
+        for mode in modes:
+            rounds[mode].append(serving.replay(odds, mode, len(text.prompt_token_ids), len(text.token_ids)))
+    groups = {"all": list(range(len(texts)))}
+    for names in ([text.domain for text in texts], [text.length_group for text in texts]):
+        if len(set(names)) > 1:
+            groups |= {name: [i for i, other in enumerate(names) if other == name] for name in sorted(set(names))}
+    return {
+        mode: {name: _figures([seen[i] for i in members]) for name, members in groups.items()}
+        for mode, seen in rounds.items()
+    }
+
+
+def _figures(rounds: Sequence[Rounds]) -> dict[str, Any]:
+    stands = serving.standing(rounds)
+    low, high = serving.interval(rounds)
+    before = (1.0, *stands[:-1])
+    return {
+        "num_replies": len(rounds),
+        "num_tokens": sum(one.num_tokens for one in rounds),
+        "expected_rounds": sum(one.num_rounds for one in rounds),
+        "length": serving.serving_length(rounds),
+        "interval": [low, high],
+        # over all anchors, also those that serving seldom begins at
+        "unconditional": list(stands),
+        "conditional": [a / b if b else None for a, b in zip(stands, before, strict=True)],
+        "draft_nll": list(serving.mean_nll(rounds)),
+    }
+
+
+def measured(texts: Sequence[Text]) -> float:
+    """Tokens a verify step, as the engine that drew the replies counted them."""
+    return sum(sum(text.steps) for text in texts) / sum(len(text.steps) for text in texts)
+
+
+def show_serving(report: Mapping[str, Mapping[str, Any]], drawn: str, counted: float | None) -> None:
+    """The figures as a table on stderr."""
+    table = Table(title="tokens a verify step, and by depth: drafts that stand (% of all anchors), nats of the text")
+    for column in ("mode", "replies", "length", "95 % interval", "measured", "stand, %", "nats"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for mode, groups in report.items():
+        for name, row in groups.items():
+            table.add_row(
+                mode if name == "all" else f"  {name}",
+                f"{row['num_replies']:,}",
+                f"{row['length']:.3f}",
+                "{:.3f} to {:.3f}".format(*row["interval"]),
+                f"{counted:.3f}" if counted is not None and mode == drawn and name == "all" else "",
+                " ".join(f"{100 * x:.1f}" for x in row["unconditional"]),
+                " ".join(f"{x:.2f}" for x in row["draft_nll"]),
+            )
+    Console(stderr=True, width=120).print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; a wrong file or setting is one line on stderr and exit status 2."""
+    parser = argparse.ArgumentParser(prog="python -m train.evaluate", description="How good is a head?")
+    parser.add_argument("model", help="checkpoint directory, hub id or demo")
+    parser.add_argument("replies", type=Path, help="what `train.generate_data replies` wrote")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: what the replies were drawn in")
+    parser.add_argument("--chunk-rows", type=int, default=64, help="rows whose laws are in memory at once (default 64)")
+    args = parser.parse_args(argv)
+    try:
+        if args.chunk_rows < 1 or args.chunk_rows & (args.chunk_rows - 1):
+            raise ValueError(f"--chunk-rows {args.chunk_rows} must be a power of two")
+        texts, about = read_texts(args.replies)
+        loaded = weights.load(args.model, dtype=args.dtype or about["dtype"])
+        # replies drawn without drafts have no count to compare with
+        depths = about["draft_tokens"] or 3
+        report = evaluate(loaded, texts, {**about, "draft_tokens": depths}, args.chunk_rows)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    drawn = "greedy" if about["temperature"] == 0 else about["verify"]
+    counted = measured(texts) if about["draft_tokens"] else None
+    show_serving(report, drawn, counted)
+    low, high = report[drawn]["all"]["interval"]
+    agrees = counted is None or low <= counted <= high
+    if not agrees:
+        print(
+            f"the engine emitted {counted:.3f} tokens a verify step where {low:.3f} to {high:.3f} were expected: "
+            "the head that served is not the one evaluated",
+            file=sys.stderr,
+        )
+    print(json.dumps({"model": args.model, "modes": report, "measured": counted, "agrees": agrees, "drawn": about}))
+    return int(not agrees)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

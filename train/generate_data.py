@@ -40,6 +40,7 @@ from transformers import AutoTokenizer
 from infer.cli import provenance, set_device_flags
 from infer.engine import Engine, SamplingParams, Tokenizer
 from mtp import weights
+from mtp.acceptance import LAWS
 from mtp.config import ModelConfig, load_toml
 from train.corpus import CorpusConfig, build
 from train.data import held_out_beginnings, held_out_questions, held_out_texts
@@ -107,6 +108,9 @@ def replies(args: argparse.Namespace) -> int:
         "model": str(args.model),
         "dtype": args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),
         **{name: getattr(params, name) for name in (*given, "max_tokens", "n")},
+        "verify": args.verify,
+        "draft_tokens": args.draft_tokens,
+        "usable_tokens": len(tokenizer),
         "seed": args.seed,
         "thinking": args.thinking,
         "template_sha256": hashlib.sha256((tokenizer.inner.chat_template or "").encode()).hexdigest(),
@@ -118,6 +122,7 @@ def replies(args: argparse.Namespace) -> int:
         dtype=about["dtype"],
         max_lanes=args.lanes,
         num_draft_tokens=args.draft_tokens,
+        verify=args.verify,
         max_length=args.length,
     )
 
@@ -204,7 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--lanes", type=int, default=16, help="replies drawn at once (default 16)")
     command.add_argument("--length", type=int, help="longest prompt and reply, in tokens")
-    command.add_argument("--draft-tokens", type=int, help="k; default 3, or 0 without a head")
+    command.add_argument("--draft-tokens", type=int, default=3, help="k (default 3); 0 for a checkpoint without a head")
+    command.add_argument("--verify", choices=LAWS, default=LAWS[0], help="law of acceptance (default rejection)")
     thinking = command.add_mutually_exclusive_group()
     thinking.add_argument("--thinking", action="store_true", default=None, help="default: the template's own")
     thinking.add_argument("--no-thinking", dest="thinking", action="store_false")

@@ -1,8 +1,9 @@
 """Answers of the target itself: what a draft head should learn from.
 
 A line of the output is one reply: {"id", "messages" or "prompt", "prompt_token_ids", "token_ids", "text",
-"finish_reason", "seed", "sample"}. It depends on the weights, the prompt, the settings and the seed, not on what is
-drawn beside it. Lines come in the order of the prompts, so that a run that was stopped goes on where its file ends.
+"finish_reason", "steps", "seed", "sample"}; steps are the tokens that each verify step emitted. A reply depends on the
+weights, the prompt, the settings and the seed, not on what is drawn beside it. Lines come in the order of the prompts,
+so that a run that was stopped goes on where its file ends.
 """
 
 import hashlib
@@ -164,6 +165,7 @@ def regenerate(
                     "token_ids": list(reply.token_ids),
                     "text": reply.text,
                     "finish_reason": reply.finish_reason,
+                    "steps": list(reply.steps),
                     "seed": own,
                     "sample": sample,
                 }

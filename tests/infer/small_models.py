@@ -75,10 +75,18 @@ def tensors(config: ModelConfig, seed: int = 0, mixing: float = 0.4, head_noise:
     return {key: value.astype(np.float32) for key, value in drawn.items()}
 
 
-def write(directory: Path, *, with_head: bool = True, with_tokenizer: bool = True, **overrides: Any) -> Path:
+def write(
+    directory: Path,
+    *,
+    with_head: bool = True,
+    with_tokenizer: bool = True,
+    head_noise: float = 0.15,
+    **overrides: Any,
+) -> Path:
     """A checkpoint directory as it might be downloaded."""
     made = config(**overrides)
-    kept = {key: value for key, value in tensors(made).items() if with_head or not key.startswith("mtp.")}
+    drawn = tensors(made, head_noise=head_noise)
+    kept = {key: value for key, value in drawn.items() if with_head or not key.startswith("mtp.")}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(made.to_hf()))
