@@ -118,7 +118,9 @@ def test_a_failed_reply_is_counted_and_its_prompt_asked_again(tmp_path: Path) ->
     def submit(ask: Ask, seed: int) -> FakeStream:
         asked.append(ask.id)
         bad = ask.id in broken
-        reply = SimpleNamespace(finish_reason="error" if bad else "stop", error="NaN", token_ids=(7,), text=ask.id)
+        reply = SimpleNamespace(
+            finish_reason="error" if bad else "stop", error="NaN", token_ids=(7,), text=ask.id, steps=()
+        )
         return FakeStream(steps, 3 * (4 - int(ask.id)), reply)
 
     said: list[str] = []
