@@ -27,7 +27,7 @@ class RowScores:
     draft_nll: Float32[Array, "*rows k"]
     # sum p (log p - log q)
     kl: Float32[Array, "*rows k"]
-    # sum min(p, q): probability that rejection sampling accepts the draft; no gradient
+    # sum min(p, q): probability that rejection sampling accepts the draft
     overlap: Float32[Array, "*rows k"]
     # argmax p = argmax q
     agree: Bool[Array, "*rows k"]
@@ -69,7 +69,7 @@ def score_rows(
                 trunk_nll=-_pick(log_p, targets),
                 draft_nll=-_pick(log_q, jnp.broadcast_to(targets[:, None], log_q.shape[:2])),
                 kl=jnp.sum(p * (teacher - log_q), axis=-1),
-                overlap=jnp.sum(jnp.minimum(p, jnp.exp(lax.stop_gradient(log_q))), axis=-1),
+                overlap=jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1),
                 agree=jnp.argmax(teacher, axis=-1) == jnp.argmax(log_q, axis=-1),
             )
 
@@ -87,3 +87,82 @@ def mean_valid(x: Shaped[Array, "B T *depths"], valid: Bool[Array, "B T *depths"
     """Mean over the valid rows of the batch; 0 where there are none."""
     total = jnp.sum(jnp.where(valid, x.astype(jnp.float32), 0.0), axis=(0, 1))
     return total / jnp.maximum(jnp.sum(valid, axis=(0, 1)), 1).astype(jnp.float32)
+
+
+KINDS = ("ce", "kl", "tv", "lk", "e2e")
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """What a head is trained to minimise. Of depth d, with alpha_d = sum min(p, q) and K depths:
+
+    - `ce`: -log q of the text's token;
+    - `kl`: sum p (log p - log q);
+    - `tv`: 1 - alpha_d, what rejection sampling loses; its gradient vanishes far from the target;
+    - `lk`: lambda_d kl + (1 - lambda_d) tv with lambda_d = exp(-eta a_d), a_d the acceptance of late: KL while the head
+      is bad, TV once it is good (LK losses);
+    - `e2e`: 1 - mean over d of alpha_1 ... alpha_d, an anchor: the share of the drafts that a step would lose. Each
+      depth weighs as much as it is reached.
+
+    Raises:
+        ValueError: naming the field that is out of range.
+    """
+
+    kind: str
+    # of `lk`
+    eta: float = 3.0
+    # of `ce` beside the others
+    likelihood_weight: float = 0.0
+    # depth d weighs depth_decay ** (d - 1); not in `e2e`
+    depth_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"loss.kind={self.kind!r} must be one of {', '.join(KINDS)}")
+        for name, low, high in (("eta", 0.0, 100.0), ("likelihood_weight", 0.0, 100.0), ("depth_decay", 0.0, 1.0)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"loss.{name}={value} must be from {low:g} to {high:g}")
+
+    def total(
+        self, scores: RowScores, valid: Bool[Array, "B T k"], acceptance: Float32[Array, "k"]
+    ) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+        """The loss summed over what counts, and the weight of that: batches are joined by adding both.
+
+        Args:
+            scores: rows at their targets, as `score_rows` has them.
+            valid: which of them count: anchor, chain and target in one document, the target not masked.
+            acceptance: mean alpha_d of earlier steps, which `lk` weighs with; no gradient flows into it.
+        """
+        weights = self.depth_decay ** jnp.arange(valid.shape[-1], dtype=jnp.float32)
+        weights = jnp.where(valid, weights[None, None, :], 0.0)
+        # what does not count may be NaN, and so may its gradient
+        safe = lambda x: jnp.where(valid, x, 0.0)  # noqa: E731
+        tv = safe(1.0 - scores.overlap)
+        if self.kind == "e2e":
+            return self._end_to_end(scores, valid)
+        each = {"ce": safe(scores.draft_nll), "kl": safe(scores.kl), "tv": tv}
+        if self.kind == "lk":
+            share = jnp.exp(-self.eta * lax.stop_gradient(acceptance))[None, None, :]
+            each["lk"] = share * each["kl"] + (1.0 - share) * tv
+        loss = each[self.kind]
+        if self.kind != "ce":
+            loss += self.likelihood_weight * each["ce"]
+        return jnp.sum(weights * loss), jnp.sum(weights)
+
+    def _end_to_end(
+        self, scores: RowScores, valid: Bool[Array, "B T k"]
+    ) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+        """Over the anchors whose whole chain counts."""
+        length, depths = valid.shape[1:]
+        index = jnp.arange(length)[None, :]
+
+        def at_anchor(x: Array) -> Array:
+            """Back from the rows of the targets."""
+            return jnp.stack([jnp.roll(x[..., d - 1], -d, axis=1) for d in range(1, depths + 1)], axis=-1)
+
+        whole = jnp.all(at_anchor(valid), axis=-1) & (index + depths < length)
+        alphas, nll = (at_anchor(jnp.where(valid, x, 0.0)) for x in (scores.overlap, scores.draft_nll))
+        lost = 1.0 - jnp.mean(jnp.cumprod(alphas, axis=-1), axis=-1)
+        loss = lost + self.likelihood_weight * jnp.mean(nll, axis=-1)
+        return jnp.sum(jnp.where(whole, loss, 0.0)), jnp.sum(whole, dtype=jnp.float32)
