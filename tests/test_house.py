@@ -55,6 +55,7 @@ TOML_CLASSES = {
     "configs/infer/judge_demo_gpu.toml": ("infer.judge.config", "JudgeConfig"),
     "configs/train/corpus.toml": ("train.corpus", "CorpusConfig"),
     "configs/train/demo.toml": ("train.pretrain", "PretrainConfig"),
+    "configs/train/head_demo.toml": ("train.draft_head", "DraftHeadConfig"),
     "configs/train/tiny.toml": ("train.pretrain", "PretrainConfig"),
 }
 

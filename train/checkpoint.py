@@ -5,21 +5,27 @@ is a function of the seed and the step.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import orbax.checkpoint as ocp
 
-from train.step import TrainState
-
 KEPT = 2
+
+
+class State(Protocol):
+    """A pytree that counts its steps."""
+
+    @property
+    def step(self) -> Any:
+        """Steps done."""
 
 
 class Checkpoints:
     """The newest checkpoints of a run, in one directory."""
 
-    def __init__(self, directory: Path) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
+    def __init__(self, directory: Path, kept: int = KEPT) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=kept, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
 
     @property
@@ -27,14 +33,14 @@ class Checkpoints:
         """Steps done at the newest checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, run: dict[str, Any]) -> None:
+    def save(self, state: State, run: dict[str, Any]) -> None:
         """Writes the state and `run`, a JSON object, unless this step has been written already."""
         step = int(state.step)
         if step != self.latest:
             args = ocp.args.Composite(state=ocp.args.StandardSave(_flat(state)), run=ocp.args.JsonSave(run))
             self._manager.save(step, args=args)
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def restore[S: State](self, like: S) -> tuple[S, dict[str, Any]]:
         """The newest checkpoint, in the shapes, dtypes and places of `like`, and its `run`.
 
         Raises:
@@ -53,6 +59,6 @@ class Checkpoints:
         self._manager.close()
 
 
-def _flat(state: TrainState) -> dict[str, Any]:
+def _flat(state: State) -> dict[str, Any]:
     """Leaves by their path, in the order of the tree: a layout that outlives the classes it came from."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}

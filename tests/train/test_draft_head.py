@@ -1,0 +1,263 @@
+"""The head's trainer on a small model: packed replies, a step whatever its parts, a run, its resumption, its export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp import weights
+from tests.infer import small_models
+from train import draft_head
+from train.checkpoint import Checkpoints
+from train.data import PADDING
+from train.draft_head import DraftHeadConfig, Run
+from train.head_step import HeadState, head_step
+from train.reply_data import HeadBatch, open_replies
+
+CONFIG = "configs/train/head_demo.toml"
+STEPS, LENGTH = 8, 32
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint, and replies of random tokens; the head learns what the trunk makes of them."""
+    root = tmp_path_factory.mktemp("head")
+    small_models.write(root / "model")
+    rng = np.random.default_rng(0)
+    with (root / "replies.jsonl").open("w") as file:
+        for number in range(60):
+            prompt, reply = (rng.integers(0, 8000, rng.integers(2, most)).tolist() for most in (6, 20))
+            line = {"id": f"p{number // 2}", "prompt_token_ids": prompt, "token_ids": reply, "sample": number % 2}
+            file.write(json.dumps(line) + "\n")
+        file.write(json.dumps({"id": "short", "prompt_token_ids": [1, 2], "token_ids": [3]}) + "\n")
+        file.write(json.dumps({"id": "long", "prompt_token_ids": [1] * 5, "token_ids": list(range(90))}) + "\n")
+    return root
+
+
+def command(made: Path, out: Path, *more: str) -> list[str]:
+    settings = [f"model={made / 'model'}", f"replies={made / 'replies.jsonl'}", f"steps={STEPS}", "log_every=1"]
+    settings += ["batch.rows=4", "batch.parts=2", f"batch.length={LENGTH}", "chunk_rows=32", "held_out_fraction=0.2"]
+    settings += ["eval_every=4", "save_minutes=0", "optimizer.warmup_steps=2", "optimizer.learning_rate=0.003"]
+    return [CONFIG, *settings, "--out", str(out), *more]
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "out"
+    assert draft_head.main(command(made, out, "init=random", "--export", str(out.parent / "export"))) == 0
+    return out
+
+
+# Data
+
+
+def test_replies_are_packed_whole_and_split_by_prompt(made: Path) -> None:
+    train, held_out, empty = open_replies(made / "replies.jsonl", LENGTH, 0.2)
+    assert empty == 1 and len(train.sequences) + len(held_out.sequences) == 61
+    lengths = [len(one.tokens) for one in (*train.sequences, *held_out.sequences)]
+    assert max(lengths) == LENGTH  # the long one is cut
+    # both replies to a prompt are on one side: prompts are told apart by their tokens
+    sides = [{one.tokens[: one.prompt_tokens].tobytes() for one in part.sequences} for part in (train, held_out)]
+    assert not sides[0] & sides[1] and held_out.sequences
+    seen = []
+    for batch in held_out.batches(3):
+        assert batch.tokens.shape == (1, 3, LENGTH)
+        tokens, documents, learned = (np.asarray(x)[0] for x in (batch.tokens, batch.documents, batch.learned))
+        for row in range(3):
+            for number in sorted(set(documents[row]) - {PADDING}):
+                here = documents[row] == number
+                seen.append((tokens[row][here].tolist(), int(learned[row][here].sum())))
+                # the reply is the sequence's end
+                assert not (np.diff(learned[row][here].astype(int)) < 0).any()
+    assert seen == [(one.tokens.tolist(), len(one.tokens) - one.prompt_tokens) for one in held_out.sequences]
+
+
+def test_a_batch_is_a_function_of_seed_and_step(made: Path) -> None:
+    """An epoch shows every sequence once, the next in another order; parts only cut the batch up."""
+    replies, _, _ = open_replies(made / "replies.jsonl", LENGTH, 0.2)
+    again, _, _ = open_replies(made / "replies.jsonl", LENGTH, 0.2)
+    later = [replies.batch(3, step, 4) for step in (7, 2)]
+    np.testing.assert_array_equal(again.batch(3, 2, 4).tokens, later[1].tokens)
+    assert not np.array_equal(again.batch(4, 2, 4).tokens, later[1].tokens)
+    cut = replies.batch(3, 2, 4, parts=2)
+    assert cut.tokens.shape == (2, 2, LENGTH)
+    np.testing.assert_array_equal(np.reshape(cut.tokens, (4, LENGTH)), later[1].tokens[0])
+    rows = [len(replies._epoch(3, epoch)) for epoch in (0, 1)]
+    members = [sorted(sum(replies._epoch(3, epoch), ())) for epoch in (0, 1)]
+    assert members[0] == members[1] == list(range(len(replies.sequences)))
+    assert replies._epoch(3, 0) != replies._epoch(3, 1)
+    # row 0 of the second epoch follows the last of the first
+    assert replies._row(3, rows[0]) == replies._epoch(3, 1)[0]
+    with pytest.raises(ValueError, match="batch.parts=3 must divide batch.rows=4"):
+        replies.batch(3, 0, 4, parts=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"token_ids": [1]}\n', "line 1 is no reply of `train.generate_data replies`"),
+        ('{"id": "a", "prompt_token_ids": [1], "token_ids": [1, 2, 3]}\n', "leaves no .* sequence of 32 tokens"),
+    ],
+)
+def test_a_file_that_can_not_be_learned_from_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "in.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="in.jsonl " + message):
+        open_replies(tmp_path / "in.jsonl", LENGTH, 0.5)
+
+
+# A step
+
+
+def start(made: Path, tmp_path: Path, *more: str) -> Run:
+    args = [part for part in command(made, tmp_path / "x", *more)[1:] if "=" in part]
+    config = draft_head.load_toml(DraftHeadConfig, Path(CONFIG), args)
+    return Run(config, tmp_path / "x", resume=False)
+
+
+def test_a_step_does_not_depend_on_its_parts(made: Path, tmp_path: Path) -> None:
+    """One part of four rows and four of one row, their valid tokens unequal: the same figures and the same step, within
+    float32's rounding. What is not learned has no say: other tokens in a padded row change nothing."""
+    run = start(made, tmp_path, "init=random")
+    fresh = lambda: jax.tree.map(jnp.copy, run.state)  # noqa: E731
+    whole = run.train_replies.batch(0, 0, 4)
+    rate = jnp.float32(1e-3)
+    states, figures = [], []
+    for parts in (1, 4):
+        cut = jax.tree.map(lambda x, parts=parts: x.reshape(parts, 4 // parts, LENGTH), whole)
+        state, one = head_step(fresh(), run.loaded.model, cut, rate, run.config.settings)
+        states.append(state)
+        figures.append(one)
+    counts = np.asarray(whole.learned).sum(axis=(0, 2))
+    assert len(set(counts.tolist())) > 1
+    for name, value in figures[0].items():
+        np.testing.assert_allclose(value, figures[1][name], rtol=1e-4, err_msg=name)
+    moved = [
+        np.abs(np.asarray(a - b)).max()
+        for a, b in zip(*map(jax.tree.leaves, (states[0].head, run.state.head)), strict=True)
+    ]
+    assert max(moved) > 5e-4
+    # Adam's first step divides a gradient by its own size: where that is all rounding, so is the step
+    size = [np.asarray(x) for x in jax.tree.leaves(states[0].moments[1].mu)]
+    for first, second, moment in zip(*(jax.tree.leaves(state.head) for state in states), size, strict=True):
+        sure = np.abs(moment) > 1e-5
+        np.testing.assert_allclose(np.asarray(first)[sure], np.asarray(second)[sure], rtol=0, atol=2e-5)
+    run.close()
+
+
+def test_a_batch_without_anything_to_learn_changes_nothing(made: Path, tmp_path: Path) -> None:
+    run = start(made, tmp_path)
+    batch = run.train_replies.batch(0, 0, 4, parts=2)
+    nothing = HeadBatch(batch.tokens, batch.documents, jnp.zeros_like(batch.learned))
+    before = jax.tree.map(np.asarray, run.state)
+    after, figures = head_step(run.state, run.loaded.model, nothing, jnp.float32(1.0), run.config.settings)
+    assert float(figures["loss"]) == 0 and float(figures["gradient_norm"]) == 0 and int(after.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, (after.head, after.moments), (before.head, before.moments))
+    run.close()
+
+
+# A run
+
+
+def test_run_learns_and_keeps_the_best(finished: Path, made: Path) -> None:
+    lines = metrics(finished)
+    held_out = {line["step"]: line["held_out"] for line in lines if "held_out" in line}
+    assert list(held_out) == [0, 4, STEPS]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    lengths = {step: figures["expected_length"] for step, figures in held_out.items()}
+    assert lengths[STEPS] > lengths[0] + 0.005
+    best = max(lengths, key=lambda step: lengths[step])
+    kept = Checkpoints(finished / "best")
+    assert kept.latest == best
+    kept.close()
+
+
+def test_only_the_head_is_trained_and_exported(finished: Path, made: Path) -> None:
+    """The trunk's tensors keep every bit; the head's are those of the best checkpoint, and all of them have moved."""
+    before, after = (
+        weights.load(made / "model", dtype="float32"),
+        weights.load(finished.parent / "export", dtype="float32"),
+    )
+    jax.tree.map(np.testing.assert_array_equal, after.model, before.model)
+    assert before.head is not None and after.head is not None
+    kept = Checkpoints(finished / "best")
+    config = draft_head.load_toml(DraftHeadConfig, Path(CONFIG), command(made, finished)[1:-2])
+    state, _ = kept.restore(HeadState.start(after.head, config.settings))
+    kept.close()
+    jax.tree.map(np.testing.assert_array_equal, after.head, state.head)
+    pairs = zip(jax.tree.leaves(after.head), jax.tree.leaves(before.head), strict=True)
+    assert all(not np.array_equal(a, b) for a, b in pairs)
+    assert (finished.parent / "export" / "tokenizer.json").is_file()
+
+
+def test_resumed_run_equals_an_uninterrupted_one(
+    finished: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of a step: the same lines of metrics and the same bits at the end."""
+    out = tmp_path / "cut"
+    real, calls = draft_head.head_step, iter(range(100))
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(draft_head, "head_step", interrupted)
+    assert draft_head.main(command(made, out, "init=random")) == 130
+    monkeypatch.setattr(draft_head, "head_step", real)
+    assert draft_head.main(command(made, out, "init=random")) == 2
+    assert draft_head.main([*command(made, out, "init=random", "--resume"), "seed=1"]) == 2
+    assert draft_head.main(command(made, out, "init=random", "--resume")) == 0
+    assert metrics(out) == metrics(finished)
+    states = []
+    for directory in (out, finished):
+        checkpoints = Checkpoints(directory / "checkpoints")
+        assert checkpoints.latest == STEPS
+        config = draft_head.load_toml(DraftHeadConfig, Path(CONFIG), command(made, out)[1:-2])
+        head = weights.load(made / "model", dtype="float32").head
+        states.append(checkpoints.restore(HeadState.start(head, config.settings))[0])
+        checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_dry_run_says_what_it_would_do(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert draft_head.main(command(made, tmp_path / "dry", "--dry-run")) == 0
+    said = capsys.readouterr()
+    size = json.loads(said.out.splitlines()[-1])
+    head = weights.load(made / "model", dtype="float32").head
+    assert size["trained_parameters"] == sum(leaf.size for leaf in jax.tree.leaves(head))
+    assert size["batch"] == [2, 2, LENGTH] and 0 < size["learned_tokens"] < 4 * LENGTH and size["empty_lines"] == 1
+    assert "learned tokens in green" in said.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("loss.kind=mse", "loss.kind='mse' must be one of ce, kl, tv, lk, e2e"),
+        ("init=zero", "init='zero' must be one of checkpoint, random"),
+        ("chunk_rows=48", "chunk_rows=48 must divide the 64 tokens of a part"),
+        ("batch.length=4096", "batch.length=4096 exceeds the model's 512"),
+        ("loss.etaa=2", "eta"),
+        ("replies=nowhere.jsonl", "nowhere.jsonl"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
+) -> None:
+    args = command(made, tmp_path / "out")
+    assert draft_head.main([*args[:-2], setting, *args[-2:]]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_config_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert draft_head.main([CONFIG, "loss.eta=2.5", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"]["eta"] == 2.5

@@ -1,0 +1,332 @@
+"""Trains the draft head of a frozen model on the model's own replies.
+
+    python -m train.generate_data replies prompts.jsonl --model demo --temperature 1 --out replies.jsonl
+    python -m train.draft_head configs/train/head_demo.toml replies=replies.jsonl --export runs/head/export
+    python -m train.draft_head configs/train/head_demo.toml loss.kind=e2e steps=500 --out runs/e2e
+    python -m train.draft_head configs/train/head_demo.toml --resume
+
+The run's directory gets metrics.jsonl, the resolved config.json, the newest checkpoints, and in `best` the one with the
+longest expected verify step on held-out prompts, which is what `--export` writes. The last line on stdout is one JSON
+object.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from mtp import weights
+from mtp.config import ModelConfig, load_toml
+from mtp.draft_head import MTPHead
+from train.checkpoint import Checkpoints
+from train.head_step import HeadSettings, HeadState, Sums, head_step, head_sums
+from train.losses import HeadLoss
+from train.pretrain import learning_rate, provenance
+from train.reply_data import HeadBatch, open_replies
+from train.step import OptimizerSettings
+
+# Steps that may be under way while the host goes on.
+IN_FLIGHT = 2
+INITS = ("checkpoint", "random")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSettings:
+    """Shape of a batch."""
+
+    rows: int
+    length: int  # tokens of a row; longer sequences are cut
+    parts: int  # of a batch, one after the other, gradients added up
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHeadConfig:
+    """A run; `configs/train/head_demo.toml` is the one to start from."""
+
+    name: str
+    model: str  # checkpoint directory, hub id or demo
+    replies: Path  # made by `train.generate_data replies` with this model
+    init: str  # of the head: "checkpoint" or "random"
+    dtype: str  # of trunk and activations
+    seed: int
+    steps: int
+    num_depths: int  # k, drafts that the head learns to make
+    chunk_rows: int  # rows whose logits exist at a time
+    remat: bool  # recompute each depth in the backward pass: slower, and less memory
+    held_out_fraction: float  # of the prompts
+    log_every: int
+    eval_every: int  # steps; there is always one before the first and after the last
+    save_minutes: float  # there is always one at the end
+    batch: RowSettings
+    optimizer: OptimizerSettings
+    loss: HeadLoss
+
+    @property
+    def settings(self) -> HeadSettings:
+        """What the jitted step is specialised on."""
+        return HeadSettings(self.optimizer, self.loss, self.num_depths, self.chunk_rows, self.remat)
+
+    def to_json(self) -> dict[str, Any]:
+        """The resolved config as plain values."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+    def check(self, model: ModelConfig) -> None:
+        """Raises ValueError where two settings, or a setting and the model, contradict each other."""
+        batch, longest = self.batch, model.max_position_embeddings
+        part = batch.rows // max(batch.parts, 1) * batch.length
+        for wrong, message in (
+            (self.init not in INITS, f"init={self.init!r} must be one of {', '.join(INITS)}"),
+            (self.dtype not in ("bfloat16", "float32"), f"dtype={self.dtype!r} must be bfloat16 or float32"),
+            (model.num_mtp_layers != 1, f"{self.model} has {model.num_mtp_layers} MTP layers; one is needed"),
+            (batch.length > longest, f"batch.length={batch.length} exceeds the model's {longest}"),
+            (batch.parts < 1 or batch.rows % batch.parts, f"batch.parts={batch.parts} must divide {batch.rows=}"),
+            (
+                self.chunk_rows < 1 or part % self.chunk_rows,
+                f"chunk_rows={self.chunk_rows} must divide the {part} tokens of a part",
+            ),
+            (not 0 < self.held_out_fraction < 1, f"held_out_fraction={self.held_out_fraction} must be inside (0, 1)"),
+            (not 1 <= self.num_depths <= 8, f"num_depths={self.num_depths} must be from 1 to 8"),
+            (self.steps < 1, f"steps={self.steps} must be at least 1"),
+        ):
+            if wrong:
+                raise ValueError(message)
+
+
+class Run:
+    """A run under way: its directory, its data, the frozen model and the head's state."""
+
+    def __init__(self, config: DraftHeadConfig, out: Path, resume: bool) -> None:
+        directory = weights.resolve(config.model)
+        config.check(ModelConfig.from_pretrained(directory))
+        if not resume and out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out} is not empty; add --resume to go on with that run, or give another --out")
+        self.config, self.out = config, out
+        self.train_replies, self.held_out, self.num_empty = open_replies(
+            config.replies, config.batch.length, config.held_out_fraction
+        )
+        self.loaded = weights.load(directory, dtype=config.dtype)
+        head = self.loaded.head
+        if config.init == "random":
+            head = _random_head(self.loaded.config, config.seed)
+        if head is None:
+            raise ValueError(f"{config.model} has no mtp.* tensors: use init=random")
+        # placed, as a restored one is, so that both run the same compiled step
+        self.state = jax.device_put(HeadState.start(head, config.settings), jax.devices()[0])
+        # held-out tokens a verify step of the best head so far, and its step
+        self.best = (0.0, 0)
+        out.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(out / "checkpoints")
+        self.best_checkpoint = Checkpoints(out / "best", kept=1)
+        if resume:
+            self._resume()
+        (out / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    def _resume(self) -> None:
+        self.state, run = self.checkpoints.restore(self.state)
+        ours = self.config.to_json()
+        changed = [key for key in ours if ours[key] != run["config"].get(key)]
+        if changed:
+            raise ValueError(f"cannot resume {self.out}: {', '.join(changed)} differ from the saved run's")
+        self.best = tuple(run["best"])
+        # what came after the checkpoint is about to be done again
+        path = self.out / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= int(self.state.step)]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def save(self) -> None:
+        """A checkpoint of this moment."""
+        self.checkpoints.save(self.state, {"config": self.config.to_json(), "best": list(self.best)})
+
+    def log(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def batch(self, step: int) -> HeadBatch:
+        """The training batch that follows `step` done ones."""
+        shape = self.config.batch
+        return self.train_replies.batch(self.config.seed, step, shape.rows, shape.parts)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Held-out figures of the head as it is; keeps it if it is the best so far."""
+        config, sums = self.config, None
+        for batch in self.held_out.batches(config.batch.rows // config.batch.parts):
+            part = jax.tree.map(lambda x: x[0], batch)
+            one = head_sums(self.state.head, self.loaded.model, part, config.settings)
+            sums = one if sums is None else jax.tree.map(jnp.add, sums, one)
+        assert sums is not None
+        figures = _plain(sums)
+        step, length = int(self.state.step), figures["expected_length"]
+        if length > self.best[0]:
+            self.best = (length, step)
+            if step != self.best_checkpoint.latest:
+                self.best_checkpoint.save(self.state, {"held_out": figures})
+        self.log({"step": step, "held_out": figures})
+        return figures
+
+    def train(self) -> float:
+        """Runs the steps that are left; returns tokens a second, evaluations and saves not counted."""
+        config, first = self.config, int(self.state.step)
+        under_way: deque[tuple[int, dict[str, jax.Array]]] = deque()
+        window: list[dict[str, np.ndarray]] = []
+        seconds, saved, lap = 0.0, time.monotonic(), time.monotonic()
+        bar = tqdm(total=config.steps, initial=first, unit="step", desc=config.name, dynamic_ncols=True)
+
+        def fetch() -> None:
+            step, figures = under_way.popleft()
+            window.append(jax.device_get(figures))
+            bar.update()
+            if not np.isfinite(window[-1]["loss"]):
+                raise FloatingPointError(f"the loss is {window[-1]['loss']} at step {step}; lower the learning rate")
+            if step % config.log_every == 0 or step == config.steps:
+                mean = {key: np.mean([w[key] for w in window], axis=0).tolist() for key in window[0]}
+                window.clear()
+                self.log(
+                    {"step": step, "learning_rate": learning_rate(config.optimizer, step - 1, config.steps)} | mean
+                )
+                accepted = "/".join(f"{100 * x:.0f}" for x in mean["overlap"])
+                bar.set_postfix_str(
+                    f"loss {mean['loss']:.3f}, accept {accepted} %, length {mean['expected_length']:.2f}, "
+                    f"{(step - first) * tokens / (seconds + time.monotonic() - lap):,.0f} tokens/s"
+                )
+
+        tokens = config.batch.rows * config.batch.length
+        if first == 0:
+            self.evaluate()
+            lap = time.monotonic()
+        ahead = self.batch(first)
+        for step in range(first + 1, config.steps + 1):
+            rate = jnp.float32(learning_rate(config.optimizer, step - 1, config.steps))
+            self.state, figures = head_step(self.state, self.loaded.model, ahead, rate, config.settings)
+            under_way.append((step, figures))
+            ahead = self.batch(step)
+            evaluates = step % config.eval_every == 0 or step == config.steps
+            saves = time.monotonic() - saved >= 60.0 * config.save_minutes or step == config.steps
+            while len(under_way) > (0 if evaluates or saves else IN_FLIGHT):
+                fetch()
+            if evaluates or saves:
+                seconds += time.monotonic() - lap
+                if evaluates:
+                    self.evaluate()
+                if saves:
+                    self.save()
+                    saved = time.monotonic()
+                lap = time.monotonic()
+        bar.close()
+        return (config.steps - first) * tokens / max(seconds, 1e-9)
+
+    def close(self) -> None:
+        """Ends orbax's threads."""
+        self.checkpoints.close()
+        self.best_checkpoint.close()
+
+    def trained(self) -> weights.Loaded:
+        """The model with the best head, in the dtype that the model was loaded in."""
+        state, _ = self.best_checkpoint.restore(self.state)
+        dtype = self.loaded.model.embed_tokens.weight.dtype
+        return dataclasses.replace(self.loaded, head=jax.tree.map(lambda x: x.astype(dtype), state.head))
+
+
+def _random_head(config: ModelConfig, seed: int) -> MTPHead:
+    from flax import nnx
+
+    return MTPHead(config, nnx.Rngs(seed), jnp.float32)
+
+
+def _plain(sums: Sums) -> dict[str, Any]:
+    return {name: np.asarray(value).tolist() for name, value in sums.figures().items()}
+
+
+def dry_run(run: Run, console: Console) -> dict[str, Any]:
+    """Shapes, sizes, and a row as the model reads it, what is learned in colour; nothing is trained."""
+    config, model = run.config, run.loaded.config
+    batch = run.batch(0)
+    count = sum(leaf.size for leaf in jax.tree.leaves(run.state.head))
+    rows = config.batch.rows // config.batch.parts
+    logits = config.chunk_rows * (config.num_depths + 1) * model.vocab_size * 4
+    size = {
+        "trained_parameters": count,
+        # float32: parameters, two moments, a gradient
+        "optimizer_gib": 16 * count / 2**30,
+        "trunk_gib": sum(leaf.nbytes for leaf in jax.tree.leaves(run.loaded.model)) / 2**30,
+        # p and q of a chunk's rows, and their exponentials
+        "logits_gib": 2 * logits / 2**30,
+        "batch": list(batch.tokens.shape),
+        "learned_tokens": int(jnp.sum(batch.learned)),
+        "training_sequences": len(run.train_replies.sequences),
+        "held_out_sequences": len(run.held_out.sequences),
+        "empty_lines": run.num_empty,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(weights.resolve(config.model))
+    text = Text()
+    ids, learned = np.asarray(batch.tokens[0, 0]), np.asarray(batch.learned[0, 0])
+    for token, own, document in zip(ids[:200], learned, np.asarray(batch.documents[0, 0]), strict=False):
+        if document >= 0:
+            text.append(tokenizer.decode([int(token)]), style="bold green" if own else "dim")
+    console.print(f"a part is {rows} rows of {config.batch.length} tokens; row 0 begins (learned tokens in green):")
+    console.print(text)
+    for name, value in size.items():
+        console.print(f"  {name}: {value}")
+    return size
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; a wrong file or setting is one line on stderr and exit status 2."""
+    parser = argparse.ArgumentParser(prog="python -m train.draft_head", description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path, help="a TOML of DraftHeadConfig")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings to replace")
+    parser.add_argument("--out", type=Path, help="the run's directory (default: runs/NAME)")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write the model with the best head here")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("--dry-run", action="store_true", help="show shapes, sizes and a sample, and stop")
+    args = parser.parse_intermixed_args(argv)
+    run = None
+    try:
+        config = load_toml(DraftHeadConfig, args.config, args.overrides)
+        if args.print_config:
+            print(json.dumps(config.to_json(), indent=2))
+            return 0
+        if args.export and args.export.exists() and any(args.export.iterdir()):
+            raise ValueError(f"--export {args.export} exists and is not empty; give a new directory")
+        run = Run(config, args.out or Path("runs") / config.name, args.resume)
+        if args.dry_run:
+            print(json.dumps(dry_run(run, Console(stderr=True)) | provenance()))
+            return 0
+        speed = run.train()
+        if args.export:
+            weights.export(run.trained(), args.export, like=config.model)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)
+        return 130
+    finally:
+        if run is not None:
+            run.close()
+    length, step = run.best
+    said = {"name": config.name, "out": str(run.out), "steps": int(run.state.step), "tokens_per_second": speed}
+    said |= {"best_step": step, "expected_length": length, "export": None if args.export is None else str(args.export)}
+    print(json.dumps(said | provenance()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""One step of training a head beside a frozen trunk: trunk forward, exact unroll, loss, gradient of the head alone.
+
+The trunk is an argument without a gradient: its bits cannot change. The head's parameters and moments are float32, and
+the forward pass runs on a copy in the trunk's dtype. A batch comes in parts whose totals are added up, so that a step
+does not depend on how many there are.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from mtp.draft_head import MTPHead
+from mtp.model import Qwen35, forward_documents
+from mtp.shapes import Array, Bool, Float32, Int32
+from train.losses import HeadLoss, RowScores, score_rows
+from train.reply_data import HeadBatch
+from train.step import OptimizerSettings
+from train.unroll import Packing, align, same_document, unroll
+
+# Of the acceptance that `lk` weighs with.
+MEMORY = 0.95
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The static half of a step."""
+
+    optimizer: OptimizerSettings
+    loss: HeadLoss
+    # k, drafts that the head learns to make
+    num_depths: int
+    # rows whose logits exist at a time
+    chunk_rows: int
+    # recompute each depth in the backward pass
+    remat: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadState:
+    """All that a step changes."""
+
+    # float32
+    head: MTPHead
+    moments: optax.OptState
+    # by depth, a fading mean of sum min(p, q)
+    acceptance: Float32[Array, "k"]
+    # steps done
+    step: Int32[Array, ""]
+
+    @classmethod
+    def start(cls, head: MTPHead, settings: HeadSettings) -> "HeadState":
+        """Before the first step."""
+        head = jax.tree.map(lambda x: x.astype(jnp.float32), head)
+        moments = settings.optimizer.transform().init(head)
+        return cls(head, moments, jnp.zeros((settings.num_depths,), jnp.float32), jnp.zeros((), jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """What a batch adds up to, by depth; means are over `count` or `anchors`."""
+
+    count: Float32[Array, "k"]
+    nll: Float32[Array, "k"]
+    kl: Float32[Array, "k"]
+    overlap: Float32[Array, "k"]
+    agree: Float32[Array, "k"]
+    # tokens a verify step that begins at each anchor would emit, and anchors whose whole chain counts
+    length: Float32[Array, ""]
+    anchors: Float32[Array, ""]
+
+    def figures(self) -> dict[str, Array]:
+        """Means worth logging; 0 where nothing counts."""
+        each = {name: getattr(self, name) / jnp.maximum(self.count, 1.0) for name in ("nll", "kl", "overlap", "agree")}
+        return each | {"expected_length": self.length / jnp.maximum(self.anchors, 1.0), "count": self.count}
+
+
+def score_part(
+    head: MTPHead, model: Qwen35, batch: HeadBatch, settings: HeadSettings
+) -> tuple[RowScores, Bool[Array, "B T k"]]:
+    """Every prediction of one part [B, T] at the row of its target, and which of them count."""
+    dtype = model.embed_tokens.weight.dtype
+    run = jax.tree.map(lambda x: x.astype(dtype), head)
+    packing = Packing.of(batch.documents)
+    hidden = lax.stop_gradient(forward_documents(model, batch.tokens, packing.starts, packing.attend))
+    outputs = unroll(run, model, batch.tokens, hidden, packing, settings.num_depths, settings.remat)
+    scores = score_rows(
+        hidden, align(outputs), batch.tokens, model.unembed, lambda rows: run.logits(model, rows), settings.chunk_rows
+    )
+    targets = jnp.roll(batch.learned, -1, axis=1)
+    return scores, same_document(batch.documents, settings.num_depths)[..., 1:] & targets[..., None]
+
+
+def add_up(scores: RowScores, valid: Bool[Array, "B T k"]) -> Sums:
+    """The sums of one part."""
+    total = lambda x: jnp.sum(jnp.where(valid, x.astype(jnp.float32), 0.0), axis=(0, 1))  # noqa: E731
+    depths = valid.shape[-1]
+    lost, anchors = HeadLoss("e2e").total(scores, valid, jnp.zeros((depths,), jnp.float32))
+    return Sums(
+        count=total(valid),
+        nll=total(scores.draft_nll),
+        kl=total(scores.kl),
+        overlap=total(scores.overlap),
+        agree=total(scores.agree),
+        length=(1 + depths) * anchors - depths * lost,
+        anchors=anchors,
+    )
+
+
+@partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
+def head_step(
+    state: HeadState, model: Qwen35, batch: HeadBatch, learning_rate: Float32[Array, ""], settings: HeadSettings
+) -> tuple[HeadState, dict[str, Array]]:
+    """The state after one step, and its figures.
+
+    Args:
+        batch: [parts, B, T].
+    """
+
+    def objective(head: MTPHead, part: HeadBatch) -> tuple[Array, tuple[Array, Sums]]:
+        scores, valid = score_part(head, model, part, settings)
+        total, weight = settings.loss.total(scores, valid, state.acceptance)
+        return total, (weight, add_up(scores, valid))
+
+    def one_part(done: tuple, part: HeadBatch) -> tuple[tuple, None]:
+        (total, (weight, sums)), grads = jax.value_and_grad(objective, has_aux=True)(state.head, part)
+        return jax.tree.map(jnp.add, done, (grads, total, weight, sums)), None
+
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((settings.num_depths,), jnp.float32)
+    nothing = jax.tree.map(jnp.zeros_like, state.head), zero, zero, Sums(none, none, none, none, none, zero, zero)
+    (grads, total, weight, sums), _ = lax.scan(one_part, nothing, batch)
+    # a batch without anything to learn changes nothing but the count of steps
+    scale = jnp.where(weight > 0, 1.0 / jnp.maximum(weight, 1e-9), 0.0)
+    grads = jax.tree.map(lambda g: scale * g, grads)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, moments = settings.optimizer.transform().update(grads, state.moments, state.head)
+    head = jax.tree.map(lambda x, u: x + learning_rate * u, state.head, updates)
+    figures = sums.figures() | {"loss": scale * total}
+    figures["gradient_norm"] = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    seen = MEMORY * state.acceptance + (1.0 - MEMORY) * figures["overlap"]
+    acceptance = jnp.where(state.step == 0, figures["overlap"], seen)
+    keep = lambda new, old: jnp.where(weight > 0, new, old)  # noqa: E731
+    head, moments, acceptance = jax.tree.map(
+        keep, (head, moments, acceptance), (state.head, state.moments, state.acceptance)
+    )
+    return HeadState(head, moments, acceptance, state.step + 1), figures
+
+
+@partial(jax.jit, static_argnames=("settings",))
+def head_sums(head: MTPHead, model: Qwen35, batch: HeadBatch, settings: HeadSettings) -> Sums:
+    """The sums of one part [B, T], without a gradient."""
+    return add_up(*score_part(head, model, batch, settings))
