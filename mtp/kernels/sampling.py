@@ -203,6 +203,7 @@ def _cutoff(gap: Logits, sampling: Sampling) -> Float32[Array, "B T 1"]:
     """The largest gap that top-k and then top-p leave."""
     top_k, top_p = sampling.top_k[:, None, None], sampling.top_p[:, None, None]
     greedy = (sampling.temperature == 0)[:, None, None]
+    everything = jnp.full_like(gap[:, :, :1], jnp.inf)
 
     def search() -> Array:
         """Among each row's `CANDIDATES` smallest gaps: exact where it finds something."""
@@ -211,26 +212,35 @@ def _cutoff(gap: Logits, sampling: Sampling) -> Float32[Array, "B T 1"]:
         within_k = jnp.where(top_k == 0, jnp.inf, jnp.take_along_axis(least, place, axis=-1))
         need = top_p * jnp.sum(jnp.where(gap > within_k, 0.0, jnp.exp(-gap)), axis=-1, keepdims=True)
         # what the tokens at least as probable as each candidate hold: all of them are candidates but for the last one's
-        # ties, and if top-k is what excludes those, the answer is top-k's
+        # ties, so that it holds at least this; the first to reach the need is the row's, and else, with top-k, top-k's
         together = least[..., None, :] <= least[..., :, None]
         held = jnp.sum(jnp.where(together, jnp.exp(-least)[..., None, :], 0.0), axis=-1)
-        reached = (held >= need) & (least < least[..., -1:])
+        reached = held >= need
         within_p = jnp.min(jnp.where(reached, least, jnp.inf), axis=-1, keepdims=True)
         limited = (top_k > 0) & (top_k <= CANDIDATES)
         off = greedy | ((top_k == 0) & (top_p >= 1)) | jnp.isnan(gap[..., :1])
         found = off | limited | ((top_k == 0) & jnp.isfinite(within_p))
         cutoff = jnp.where(top_p >= 1, within_k, jnp.minimum(within_k, within_p))
         # by row, so that no row depends on what its neighbours need
-        return lax.cond(jnp.all(found), lambda: cutoff, lambda: jnp.where(found, cutoff, search_all()))
+        return lax.cond(jnp.all(found), lambda: cutoff, lambda: jnp.where(found, cutoff, search_all(~found)))
 
-    def search_all() -> Array:
-        within_k = jnp.where(top_k == 0, jnp.inf, _smallest_gap(gap, jnp.ones_like(gap), top_k.astype(jnp.float32)))
-        mass = jnp.where(gap > within_k, 0.0, jnp.exp(-gap))
-        need = top_p * jnp.sum(mass, axis=-1, keepdims=True)
-        return jnp.where(top_p >= 1, within_k, jnp.minimum(within_k, _smallest_gap(gap, mass, need)))
+    def search_all(wanted: Array) -> Array:
+        """For the wanted rows; a search costs passes over V, so top-k's and top-p's each run only if one wants it."""
+
+        def search_k() -> Array:
+            least = _smallest_gap(gap, jnp.ones_like(everything), top_k.astype(jnp.float32))
+            return jnp.where(top_k == 0, jnp.inf, least)
+
+        def search_p(within_k: Array) -> Array:
+            mass = jnp.where(gap > within_k, 0.0, jnp.exp(-gap))
+            need = top_p * jnp.sum(mass, axis=-1, keepdims=True)
+            return jnp.where(top_p >= 1, within_k, jnp.minimum(within_k, _smallest_gap(gap, mass, need)))
+
+        within_k = lax.cond(jnp.any(wanted & (top_k > 0)), search_k, lambda: everything)
+        return lax.cond(jnp.any(wanted & (top_p < 1)), search_p, lambda within_k: within_k, within_k)
 
     active = ((top_k > 0) | (top_p < 1)) & ~greedy
-    return lax.cond(jnp.any(active), search, lambda: jnp.full_like(gap[:, :, :1], jnp.inf))
+    return lax.cond(jnp.any(active), search, lambda: everything)
 
 
 def _smallest_gaps(gap: Logits) -> Float32[Array, "B T n"]:
@@ -251,7 +261,7 @@ def _smallest_gaps(gap: Logits) -> Float32[Array, "B T n"]:
 
 
 def _smallest_gap(
-    gap: Logits, mass: Logits, need: Float32[Array, "B #T 1"], bits: int | None = None
+    gap: Logits, mass: Float32[Array, "B T #V"], need: Float32[Array, "B #T 1"], bits: int | None = None
 ) -> Float32[Array, "B T 1"]:
     """The smallest gap g such that the tokens with gap <= g hold at least `need` of `mass`; inf if all of them do not.
 
@@ -269,7 +279,8 @@ def _smallest_gap(
         for digit in range(1, 1 << bits):
             below = bound + (jnp.uint32(digit) << shift)
             held = jnp.sum(jnp.where(order < below, mass, 0.0), axis=-1, keepdims=True)
-            short = short + (held < need).astype(jnp.uint32)
+            # a need of NaN is never reached
+            short = short + (~(held >= need)).astype(jnp.uint32)
         return bound + (short << shift)
 
     bound = lax.fori_loop(0, passes, decide_bits, jnp.zeros_like(order[:, :, :1]))

@@ -114,6 +114,46 @@ def test_a_row_has_the_same_bits_whoever_is_beside_it() -> None:
         np.testing.assert_array_equal(together[b], np.asarray(alone)[3])
 
 
+def test_lanes_of_all_settings_beside_each_other_equal_the_twin() -> None:
+    """Every pair of top-k and top-p in one batch, on rows of every kind; a row of NaN stays alone in that."""
+    size = 1001
+    settings = tuple(dict(top_k=k, top_p=p) for k in (0, 1, 20, 64, 65, 200, size) for p in (0.1, 0.95, 1.0))
+    logits = np.broadcast_to(rows_of_every_kind(size), (len(settings), 5, size)).copy()
+    logits[5, 2] = np.nan
+    got = np.exp(np.asarray(process(logits, lanes(settings)), np.float64))
+    for b, setting in enumerate(settings):
+        for t in range(5):
+            want = np.full(size, np.nan) if (b, t) == (5, 2) else processed(logits[b, t], **setting)
+            np.testing.assert_array_equal(got[b, t] > 0, want > 0, err_msg=f"{setting} row {t}")
+            np.testing.assert_allclose(got[b, t], want, atol=2e-6, err_msg=f"{setting} row {t}")
+
+
+def test_an_infinite_logit_leaves_its_row_no_law() -> None:
+    """Whichever search would be asked: the row is NaN, and the row beside it is not."""
+    logits = np.random.default_rng(5).normal(0, 1, (6, 2, 1001)).astype(np.float32)
+    logits[:, 0, 11] = np.inf
+    filters = (
+        {},
+        dict(top_k=20),
+        dict(top_k=200),
+        dict(top_p=0.9),
+        dict(top_k=20, top_p=0.9),
+        dict(top_k=200, top_p=0.9),
+    )
+    got = np.asarray(process(logits, lanes(filters)))
+    assert np.isnan(got[:, 0]).all() and not np.isnan(got[:, 1]).any()
+
+
+def test_a_need_of_nan_is_never_reached() -> None:
+    """As without a law: nothing is cut off, however many bits a pass decides."""
+    gap = np.random.default_rng(6).exponential(1.0, (1, 1, 9)).astype(np.float32)
+    for bits in (1, 4):
+        got = jax.jit(sampling._smallest_gap, static_argnums=3)(
+            gap, np.ones_like(gap), np.full((1, 1, 1), np.nan, "f"), bits
+        )
+        assert np.asarray(got).ravel().tolist() == [np.inf]
+
+
 def test_the_smallest_gaps_are_those_of_a_sort() -> None:
     """Bit for bit, where chunks matter and where there are fewer than are asked for."""
     rng = np.random.default_rng(3)
