@@ -45,6 +45,8 @@ RAW_FIELDS = ("passes", "memory", "texts", "replies", "martingale", "greedy", "c
 SAMPLED = ("likelihood", "argmax", *(f"lengths.{name}" for name in WORKLOADS))
 # Reply tokens of the requests that warm an engine up, and of the run whose peak memory is taken.
 WARM_TOKENS = 16
+# Prompts whose replies are drawn before the pilot of a sample is timed.
+WARM_UP_PROMPTS = 8
 
 Record = dict[str, Any]
 
@@ -474,11 +476,15 @@ class Judge:
         settings, names = self.config.replies, self.options.workloads
         total = len(ARMS) * len(names) * len(prompts) * settings.pilot * settings.max_tokens
         self.display.stage("pilot of the replies", total)
+        # the first replies trace and compile, and load what is cached: looks do nothing of it again
+        longest = sorted(prompts, key=lambda prompt: -len(prompt.token_ids))[:WARM_UP_PROMPTS]
+        once = dict.fromkeys(names, 1)
+        self.take_look(Tally.empty(longest, names, self.config), longest, once, ("warm-up",))
         pilot = Tally.empty(prompts, names, self.config)
         compiled, begun_drawing = Compilations.seconds, time.perf_counter()
         self.take_look(pilot, prompts, dict.fromkeys(names, settings.pilot), ("pilot",))
         now = time.perf_counter()
-        # looks compile nothing again
+        # what texts of another length have compiled
         drawing = now - begun_drawing - (Compilations.seconds - compiled)
         return planning.make_plan(
             pilot.clusters_record(),

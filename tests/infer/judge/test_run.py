@@ -446,17 +446,21 @@ def test_a_whole_run(found: dict[str, Any]) -> None:
 
 
 def test_a_plan_does_not_expect_looks_to_compile(display: run.Display, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, said = [0.0], {}
+    """Eleven prompts: the warm-up reads the eight longest, and takes ten times as long as the pilot behind it."""
+    clock, said, seen = [0.0], {}, []
 
-    def pilot(*_: object) -> None:
-        clock[0] += 100.0
+    def look(_: object, tally: object, prompts: Any, *rest: object) -> None:
+        seen.append([prompt.id for prompt in prompts])
+        clock[0] += 100.0 if len(seen) == 2 else 1000.0
         Compilations.heard("/jax/core/compile/backend_compile_duration", 90.0)
 
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(run.Judge, "take_look", pilot)
+    monkeypatch.setattr(run.Judge, "take_look", look)
     monkeypatch.setattr(run.Tally, "num_tokens", 1000)
     monkeypatch.setattr(run.planning, "make_plan", lambda *_, **options: said.update(options))
-    run.Judge(SUBJECT, CONFIG, OPTIONS, display).make_plan([Prompt("p", (1, 2))], 300.0, 0.0)
+    prompts = [Prompt(str(n), (1,) * (n + 1)) for n in range(11)]
+    run.Judge(SUBJECT, CONFIG, OPTIONS, display).make_plan(prompts, 1300.0, 0.0)
+    assert seen == [[str(n) for n in range(10, 2, -1)], [str(n) for n in range(11)]]
     assert said["tokens_per_second"] == pytest.approx(100) and said["budget_seconds"] == 200
 
 
