@@ -216,8 +216,12 @@ def run_step(args: argparse.Namespace, console: rich.console.Console) -> Record:
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            found.append({"lanes": num_lanes, "context": context, "k": k, "error": str(error).splitlines()[0]})
-            table.add_row(*names, "does not fit", *[""] * 6)
+            sizes = {"num_draft_tokens": k, "length": context, "page_size": PAGE_SIZE, "dtype": str(bench.dtype)}
+            once, lane = floor.memory_terms(bench.config, **sizes)
+            needed = sum(once.values()) + num_lanes * sum(lane.values())
+            failure = {"error": str(error).splitlines()[0], "needed_bytes": needed}
+            found.append({"lanes": num_lanes, "context": context, "k": k, **failure})
+            table.add_row(*names, f"needs {needed / 2**30:,.2f} GiB", *[""] * 6)
             continue
         found.append(one)
         table.add_row(

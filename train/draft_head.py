@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from rich.console import Console
 from rich.text import Text
 from tqdm import tqdm
@@ -119,7 +120,7 @@ class Run:
         self.loaded = weights.load(directory, dtype=config.dtype)
         head = self.loaded.head
         if config.init == "random":
-            head = _random_head(self.loaded.config, config.seed)
+            head = MTPHead(self.loaded.config, nnx.Rngs(config.seed), jnp.float32)
         if head is None:
             raise ValueError(f"{config.model} has no mtp.* tensors: use init=random")
         # placed, as a restored one is, so that both run the same compiled step
@@ -238,12 +239,6 @@ class Run:
         state, _ = self.best_checkpoint.restore(self.state)
         dtype = self.loaded.model.embed_tokens.weight.dtype
         return dataclasses.replace(self.loaded, head=jax.tree.map(lambda x: x.astype(dtype), state.head))
-
-
-def _random_head(config: ModelConfig, seed: int) -> MTPHead:
-    from flax import nnx
-
-    return MTPHead(config, nnx.Rngs(seed), jnp.float32)
 
 
 def _plain(sums: Sums) -> dict[str, Any]:

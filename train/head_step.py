@@ -70,8 +70,9 @@ class Sums:
     kl: Float32[Array, "k"]
     overlap: Float32[Array, "k"]
     agree: Float32[Array, "k"]
-    # tokens a verify step that begins at each anchor would emit, and anchors whose whole chain counts
+    # tokens that a verify step at each anchor would emit, by the product of its depths' overlaps
     length: Float32[Array, ""]
+    # those whose whole chain counts
     anchors: Float32[Array, ""]
 
     def figures(self) -> dict[str, Array]:

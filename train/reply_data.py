@@ -74,7 +74,8 @@ class Replies:
             epoch += 1
         return rows[number]
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 (the replies live as long as the run)
+    # all epochs: a row's number says nothing without those before it
+    @functools.cache  # noqa: B019 (the replies live as long as the run)
     def _epoch(self, seed: int, epoch: int) -> list[tuple[int, ...]]:
         order = np.random.default_rng([seed, epoch]).permutation(len(self.sequences))
         return _pack(self.sequences, order.tolist(), self.length)

@@ -114,6 +114,24 @@ def test_a_compiled_steps_instructions_are_told_apart_by_scope() -> None:
     assert "draft delta_layer" not in scopes and program.temporary_bytes > 0
 
 
+def test_a_step_that_does_not_fit_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> Any:
+        raise ValueError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
+
+    monkeypatch.setattr(bench, "measure_step", full)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(engines.CONFIG.to_hf()))
+    assert bench.main(["step", "--model", f"random:{path}", "--lanes", "7", "--k", "3", "--contexts", "100"]) == 0
+    said = capsys.readouterr()
+    (step,) = json.loads(said.out.splitlines()[-1])["steps"]
+    sizes = dict(num_draft_tokens=3, length=100, page_size=bench.PAGE_SIZE, dtype="float32")
+    once, lane = floor.memory_terms(engines.CONFIG, **sizes)
+    assert step["needed_bytes"] == sum(once.values()) + 7 * sum(lane.values())
+    assert step["error"] == "RESOURCE_EXHAUSTED: out of memory" and "needs 0.00 GiB" in said.err
+
+
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(turns: int, implementation: str) -> Any:
         return jnp.ones(3) * (1.1 if implementation == "mosaic" else 1.0)
