@@ -34,6 +34,7 @@ from mtp.draft_head import MTPHead
 from train.checkpoint import Checkpoints
 from train.head_step import HeadSettings, HeadState, Sums, head_step, head_sums
 from train.losses import HeadLoss
+from train.metrics import Metrics, check_same
 from train.pretrain import learning_rate, provenance
 from train.reply_data import HeadBatch, open_replies
 from train.step import OptimizerSettings
@@ -128,6 +129,7 @@ class Run:
         # held-out tokens a verify step of the best head so far, and its step
         self.best = (0.0, 0)
         out.mkdir(parents=True, exist_ok=True)
+        self.metrics = Metrics(out)
         self.checkpoints = Checkpoints(out / "checkpoints")
         self.best_checkpoint = Checkpoints(out / "best", kept=1)
         if resume:
@@ -136,25 +138,13 @@ class Run:
 
     def _resume(self) -> None:
         self.state, run = self.checkpoints.restore(self.state)
-        ours = self.config.to_json()
-        changed = [key for key in ours if ours[key] != run["config"].get(key)]
-        if changed:
-            raise ValueError(f"cannot resume {self.out}: {', '.join(changed)} differ from the saved run's")
+        check_same(self.config.to_json(), run["config"], self.out)
         self.best = tuple(run["best"])
-        # what came after the checkpoint is about to be done again
-        path = self.out / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= int(self.state.step)]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self.metrics.forget_after(int(self.state.step))
 
     def save(self) -> None:
         """A checkpoint of this moment."""
         self.checkpoints.save(self.state, {"config": self.config.to_json(), "best": list(self.best)})
-
-    def log(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl."""
-        with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
     def batch(self, step: int) -> HeadBatch:
         """The training batch that follows `step` done ones."""
@@ -175,7 +165,7 @@ class Run:
             self.best = (length, step)
             if step != self.best_checkpoint.latest:
                 self.best_checkpoint.save(self.state, {"held_out": figures})
-        self.log({"step": step, "held_out": figures})
+        self.metrics.log({"step": step, "held_out": figures})
         return figures
 
     def train(self) -> float:
@@ -195,7 +185,7 @@ class Run:
             if step % config.log_every == 0 or step == config.steps:
                 mean = {key: np.mean([w[key] for w in window], axis=0).tolist() for key in window[0]}
                 window.clear()
-                self.log(
+                self.metrics.log(
                     {"step": step, "learning_rate": learning_rate(config.optimizer, step - 1, config.steps)} | mean
                 )
                 accepted = "/".join(f"{100 * x:.0f}" for x in mean["overlap"])

@@ -34,6 +34,7 @@ from mtp.config import ModelConfig, load_toml
 from train.checkpoint import Checkpoints
 from train.data import Batch, Corpus, HeldOut, read_meta
 from train.evaluate import Tally
+from train.metrics import Metrics, check_same
 from train.step import (
     ComputeSettings,
     LossSettings,
@@ -143,6 +144,7 @@ class Run:
         # whether max_minutes has been turned into steps
         self.settled = False
         out.mkdir(parents=True, exist_ok=True)
+        self.metrics = Metrics(out)
         self.checkpoints = Checkpoints(out / "checkpoints")
         if resume:
             self._resume()
@@ -150,26 +152,14 @@ class Run:
 
     def _resume(self) -> None:
         self.state, run = self.checkpoints.restore(self.state)
-        ours = self.config.to_json()
-        changed = [key for key in ours if ours[key] != run["config"].get(key)]
-        if changed:
-            raise ValueError(f"cannot resume {self.out}: {', '.join(changed)} differ from the saved run's")
+        check_same(self.config.to_json(), run["config"], self.out)
         self.total_steps, self.settled = run["total_steps"], run["settled"]
-        # what came after the checkpoint is about to be done again
-        path = self.out / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= int(self.state.step)]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self.metrics.forget_after(int(self.state.step))
 
     def save(self) -> None:
         """A checkpoint of this moment."""
         settled = {"total_steps": self.total_steps, "settled": self.settled}
         self.checkpoints.save(self.state, {"config": self.config.to_json()} | settled)
-
-    def log(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl."""
-        with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
     def _batches(self, first: int) -> Iterator[Batch]:
         """Batches from step `first` on, each on its way to the device before it is asked for."""
@@ -202,7 +192,7 @@ class Run:
                 mean = {key: np.mean([w[key] for w in window], axis=0).tolist() for key in window[0]}
                 speed = len(window) * tokens / clock.lap()
                 window.clear()
-                self.log(
+                self.metrics.log(
                     {"step": step, "seconds": clock.seconds, "tokens_per_second": speed}
                     | {"learning_rate": learning_rate(config.optimizer, step - 1, self.total_steps)}
                     | mean
@@ -232,7 +222,7 @@ class Run:
                 self.settled, bar.total = True, self.total_steps
             with clock.paused():
                 if evaluates:
-                    self.log({"step": step, "held_out": self.evaluate()})
+                    self.metrics.log({"step": step, "held_out": self.evaluate()})
                 if saves:
                     self.save()
                     saved = time.monotonic()
@@ -344,7 +334,7 @@ def finish(training: Run, directory: Path | None) -> dict[str, Any]:
         training.checkpoints.close()
     report = training.evaluate()
     state = training.state
-    training.log({"step": int(state.step), "held_out": report})
+    training.metrics.log({"step": int(state.step), "held_out": report})
     if directory is not None:
         export(state.params, training.model_config, config.tokenizer, directory)
     return {
