@@ -6,6 +6,7 @@ functions at the end; whatever the record lacks is said to be not measured.
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from html import escape
 from typing import Any
@@ -351,9 +352,11 @@ def _martingale(record: Record) -> str:
 
 def _raw(record: Record) -> str:
     text = json.dumps(record, indent=1, allow_nan=False)
-    inert = text.replace("<", "\\u003c")
+    # a list of plain values takes one line
+    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: "[" + re.sub(r",\n\s*", ", ", found[1]) + "]", text)
+    inert = json.dumps(record, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return (
-        f"<details><summary>JSON, {len(text):,} characters</summary><pre>{escape(text)}</pre></details>"
+        f"<details><summary>JSON, {len(text):,} characters</summary><pre>{escape(text, quote=False)}</pre></details>"
         f'<script type="application/json" id="record">{inert}</script>'
     )
 
