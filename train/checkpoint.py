@@ -1,7 +1,7 @@
 """Saving a training run and taking it up again: parameters, moments, step, and what the run had settled.
 
-A checkpoint appears whole or not at all (orbax writes beside it and renames). Data need no state of their own: a batch
-is a function of the seed and the step.
+A checkpoint appears whole or not at all (orbax writes beside it and renames), while the run goes on. Data need no state
+of their own: a batch is a function of the seed and the step.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ class Checkpoints:
     """The newest checkpoints of a run, in one directory."""
 
     def __init__(self, directory: Path, kept: int = KEPT) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=kept, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=kept, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
 
     @property
@@ -34,7 +34,10 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, state: State, run: dict[str, Any]) -> None:
-        """Writes the state and `run`, a JSON object, unless this step has been written already."""
+        """Writes the state and `run`, a JSON object, unless this step has been written already.
+
+        The values are those of now, whatever becomes of the arrays; `close` waits for the last of them.
+        """
         step = int(state.step)
         if step != self.latest:
             args = ocp.args.Composite(state=ocp.args.StandardSave(_flat(state)), run=ocp.args.JsonSave(run))
@@ -46,6 +49,7 @@ class Checkpoints:
         Raises:
           FileNotFoundError: if there is none.
         """
+        self._manager.wait_until_finished()
         if self.latest is None:
             raise FileNotFoundError(f"{self._manager.directory} has no checkpoint to resume from")
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _flat(like))
@@ -55,7 +59,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), saved.run
 
     def close(self) -> None:
-        """Ends orbax's threads."""
+        """Waits for the last save to be whole, and ends orbax's threads."""
         self._manager.close()
 
 

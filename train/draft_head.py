@@ -5,17 +5,15 @@
     python -m train.draft_head configs/train/head_demo.toml loss.kind=e2e steps=500 --out runs/e2e
     python -m train.draft_head configs/train/head_demo.toml --resume
 
-The run's directory gets metrics.jsonl, the resolved config.json, the newest checkpoints, and in `best` the one with the
-longest expected verify step on held-out prompts, which is what `--export` writes. The last line on stdout is one JSON
-object.
+The run's directory gets metrics.jsonl and the same figures for TensorBoard, the resolved config.json, the newest
+checkpoints, and in `best` the one with the longest expected verify step on held-out prompts, which is what `--export`
+writes. The last line on stdout is one JSON object.
 """
 
 import argparse
 import dataclasses
 import json
 import sys
-import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +23,21 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 from rich.text import Text
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from mtp import weights
 from mtp.config import ModelConfig, load_toml
 from mtp.draft_head import MTPHead
+from mtp.shapes import Array, Float32
 from train.checkpoint import Checkpoints
 from train.head_step import HeadSettings, HeadState, Sums, head_step, head_sums
+from train.loop import Extent, Loop
 from train.losses import HeadLoss
 from train.metrics import Metrics, check_same
-from train.pretrain import learning_rate, provenance
+from train.pretrain import provenance
 from train.reply_data import HeadBatch, open_replies
 from train.step import OptimizerSettings
 
-# Steps that may be under way while the host goes on.
-IN_FLIGHT = 2
 INITS = ("checkpoint", "random")
 
 
@@ -64,6 +61,7 @@ class DraftHeadConfig:
     dtype: str  # of trunk and activations
     seed: int
     steps: int
+    max_minutes: float  # for the steps alone; the schedule is cut to fit
     num_depths: int  # k, drafts that the head learns to make
     chunk_rows: int  # rows whose logits exist at a time
     remat: bool  # recompute each depth in the backward pass: slower, and less memory
@@ -71,6 +69,7 @@ class DraftHeadConfig:
     log_every: int
     eval_every: int  # steps; there is always one before the first and after the last
     save_minutes: float  # there is always one at the end
+    wandb_project: str  # empty: none
     batch: RowSettings
     optimizer: OptimizerSettings
     loss: HeadLoss
@@ -126,10 +125,11 @@ class Run:
             raise ValueError(f"{config.model} has no mtp.* tensors: use init=random")
         # placed, as a restored one is, so that both run the same compiled step
         self.state = jax.device_put(HeadState.start(head, config.settings), jax.devices()[0])
+        self.extent = Extent(config.steps)
         # held-out tokens a verify step of the best head so far, and its step
         self.best = (0.0, 0)
         out.mkdir(parents=True, exist_ok=True)
-        self.metrics = Metrics(out)
+        self.metrics = Metrics(out, config.wandb_project, config.to_json())
         self.checkpoints = Checkpoints(out / "checkpoints")
         self.best_checkpoint = Checkpoints(out / "best", kept=1)
         if resume:
@@ -139,12 +139,13 @@ class Run:
     def _resume(self) -> None:
         self.state, run = self.checkpoints.restore(self.state)
         check_same(self.config.to_json(), run["config"], self.out)
-        self.best = tuple(run["best"])
+        self.best, self.extent = tuple(run["best"]), Extent(**run["extent"])
         self.metrics.forget_after(int(self.state.step))
 
     def save(self) -> None:
         """A checkpoint of this moment."""
-        self.checkpoints.save(self.state, {"config": self.config.to_json(), "best": list(self.best)})
+        run = {"config": self.config.to_json(), "best": list(self.best), "extent": dataclasses.asdict(self.extent)}
+        self.checkpoints.save(self.state, run)
 
     def batch(self, step: int) -> HeadBatch:
         """The training batch that follows `step` done ones."""
@@ -168,61 +169,24 @@ class Run:
         self.metrics.log({"step": step, "held_out": figures})
         return figures
 
+    def step(self, batch: HeadBatch, learning_rate: Float32[Array, ""]) -> dict[str, Array]:
+        """Starts a step; its figures."""
+        self.state, figures = head_step(self.state, self.loaded.model, batch, learning_rate, self.config.settings)
+        return figures
+
     def train(self) -> float:
-        """Runs the steps that are left; returns tokens a second, evaluations and saves not counted."""
+        """Does the steps that are left; returns tokens a second, evaluations and saves not counted."""
         config, first = self.config, int(self.state.step)
-        under_way: deque[tuple[int, dict[str, jax.Array]]] = deque()
-        window: list[dict[str, np.ndarray]] = []
-        seconds, saved, lap = 0.0, time.monotonic(), time.monotonic()
-        bar = tqdm(total=config.steps, initial=first, unit="step", desc=config.name, dynamic_ncols=True)
-
-        def fetch() -> None:
-            step, figures = under_way.popleft()
-            window.append(jax.device_get(figures))
-            bar.update()
-            if not np.isfinite(window[-1]["loss"]):
-                raise FloatingPointError(f"the loss is {window[-1]['loss']} at step {step}; lower the learning rate")
-            if step % config.log_every == 0 or step == config.steps:
-                mean = {key: np.mean([w[key] for w in window], axis=0).tolist() for key in window[0]}
-                window.clear()
-                self.metrics.log(
-                    {"step": step, "learning_rate": learning_rate(config.optimizer, step - 1, config.steps)} | mean
-                )
-                accepted = "/".join(f"{100 * x:.0f}" for x in mean["overlap"])
-                bar.set_postfix_str(
-                    f"loss {mean['loss']:.3f}, accept {accepted} %, length {mean['expected_length']:.2f}, "
-                    f"{(step - first) * tokens / (seconds + time.monotonic() - lap):,.0f} tokens/s"
-                )
-
-        tokens = config.batch.rows * config.batch.length
         if first == 0:
             self.evaluate()
-            lap = time.monotonic()
-        ahead = self.batch(first)
-        for step in range(first + 1, config.steps + 1):
-            rate = jnp.float32(learning_rate(config.optimizer, step - 1, config.steps))
-            self.state, figures = head_step(self.state, self.loaded.model, ahead, rate, config.settings)
-            under_way.append((step, figures))
-            ahead = self.batch(step)
-            evaluates = step % config.eval_every == 0 or step == config.steps
-            saves = time.monotonic() - saved >= 60.0 * config.save_minutes or step == config.steps
-            while len(under_way) > (0 if evaluates or saves else IN_FLIGHT):
-                fetch()
-            if evaluates or saves:
-                seconds += time.monotonic() - lap
-                if evaluates:
-                    self.evaluate()
-                if saves:
-                    self.save()
-                    saved = time.monotonic()
-                lap = time.monotonic()
-        bar.close()
-        return (config.steps - first) * tokens / max(seconds, 1e-9)
+        tokens = config.batch.rows * config.batch.length
+        return Loop(self, config, self.extent, self.metrics, tokens, first).run()
 
     def close(self) -> None:
-        """Ends orbax's threads."""
+        """Waits for what is still being written."""
         self.checkpoints.close()
         self.best_checkpoint.close()
+        self.metrics.close()
 
     def trained(self) -> weights.Loaded:
         """The model with the best head, in the dtype that the model was loaded in."""

@@ -4,36 +4,34 @@
     python -m train.pretrain configs/train/demo.toml max_minutes=7 optimizer.learning_rate=1e-3 --out runs/slow
     python -m train.pretrain configs/train/demo.toml --resume
 
-The run's directory gets metrics.jsonl, the resolved config.json and checkpoints; `--export` writes the served
-checkpoint in bf16. The last line on stdout is one JSON object with the held-out figures.
+The run's directory gets metrics.jsonl and the same figures for TensorBoard, the resolved config.json and checkpoints;
+`--export` writes the served checkpoint in bf16. The last line on stdout is one JSON object with the held-out figures.
 """
 
 import argparse
 import dataclasses
 import json
-import math
 import shutil
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from mtp import weights
 from mtp.config import ModelConfig, load_toml
+from mtp.shapes import Array, Float32
 from train.checkpoint import Checkpoints
 from train.data import Batch, Corpus, HeldOut, read_meta
 from train.evaluate import Tally
+from train.loop import Extent, Loop
 from train.metrics import Metrics, check_same
 from train.step import (
     ComputeSettings,
@@ -46,10 +44,6 @@ from train.step import (
     train_step,
 )
 
-# The speed is that of the steps in between: the first ones compile and warm up.
-MEASURE_FROM, MEASURE_TO = 10, 30
-# Steps that may be under way while the host goes on.
-IN_FLIGHT = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 # Small enough for hosts that refuse large files.
 SHARD_BYTES = 15_000_000
@@ -116,15 +110,6 @@ def model_config(name: str, vocab_size: int) -> ModelConfig:
     return ModelConfig.preset(name)
 
 
-def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
-    """Of the step that follows `step` done ones: linear warmup, then a cosine that ends with step `total`."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    after = (step + 1 - settings.warmup_steps) / max(total - settings.warmup_steps, 1)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(after, 1.0)))
-    return settings.learning_rate * (settings.final_fraction + (1.0 - settings.final_fraction) * cosine)
-
-
 class Run:
     """A run under way: its directory, its data and its state."""
 
@@ -140,9 +125,9 @@ class Run:
         # placed, as a restored one is, so that both run the same compiled step
         state = init_state(self.model_config, config.step_settings, config.seed)
         self.state = jax.device_put(state, jax.devices()[0])
-        self.total_steps = config.steps
-        # whether max_minutes has been turned into steps
-        self.settled = False
+        self.extent = Extent(config.steps)
+        # of the last evaluation
+        self.report: dict[str, Any] | None = None
         out.mkdir(parents=True, exist_ok=True)
         self.metrics = Metrics(out)
         self.checkpoints = Checkpoints(out / "checkpoints")
@@ -153,84 +138,31 @@ class Run:
     def _resume(self) -> None:
         self.state, run = self.checkpoints.restore(self.state)
         check_same(self.config.to_json(), run["config"], self.out)
-        self.total_steps, self.settled = run["total_steps"], run["settled"]
+        self.extent = Extent(**run["extent"])
         self.metrics.forget_after(int(self.state.step))
 
     def save(self) -> None:
         """A checkpoint of this moment."""
-        settled = {"total_steps": self.total_steps, "settled": self.settled}
-        self.checkpoints.save(self.state, {"config": self.config.to_json()} | settled)
+        run = {"config": self.config.to_json(), "extent": dataclasses.asdict(self.extent)}
+        self.checkpoints.save(self.state, run)
 
-    def _batches(self, first: int) -> Iterator[Batch]:
-        """Batches from step `first` on, each on its way to the device before it is asked for."""
-        settings = self.config.batch
-        step, ahead = first, deque[Batch]()
-        while True:
-            while len(ahead) < 2:
-                ahead.append(self.corpus.batch(self.config.seed, step, settings.rows, settings.length))
-                step += 1
-            yield ahead.popleft()
+    def batch(self, step: int) -> Batch:
+        """The batch that follows `step` done ones."""
+        return self.corpus.batch(self.config.seed, step, self.config.batch.rows, self.config.batch.length)
+
+    def step(self, batch: Batch, learning_rate: Float32[Array, ""]) -> dict[str, Array]:
+        """Starts a step; its figures."""
+        self.state, figures = train_step(self.state, batch, learning_rate, self.config.step_settings)
+        return figures
 
     def train(self) -> float:
-        """Runs the steps that are left; returns tokens a second, evaluations and saves not counted."""
+        """Does the steps that are left; returns tokens a second, evaluations and saves not counted."""
         config = self.config
-        first = int(self.state.step)
         tokens = config.batch.rows * config.batch.length
-        under_way: deque[tuple[int, dict[str, jax.Array]]] = deque()
-        window: list[dict[str, np.ndarray]] = []
-        clock = _Clock()
-        saved = time.monotonic()
-        bar = tqdm(total=self.total_steps, initial=first, unit="step", desc=config.name, dynamic_ncols=True)
-
-        def fetch() -> None:
-            step, figures = under_way.popleft()
-            window.append(jax.device_get(figures))
-            bar.update()
-            if not np.isfinite(window[-1]["loss"]):
-                raise FloatingPointError(f"the loss is {window[-1]['loss']} at step {step}; lower the learning rate")
-            if step % config.log_every == 0 or step == self.total_steps:
-                mean = {key: np.mean([w[key] for w in window], axis=0).tolist() for key in window[0]}
-                speed = len(window) * tokens / clock.lap()
-                window.clear()
-                self.metrics.log(
-                    {"step": step, "seconds": clock.seconds, "tokens_per_second": speed}
-                    | {"learning_rate": learning_rate(config.optimizer, step - 1, self.total_steps)}
-                    | mean
-                )
-                accepted = "/".join(f"{100 * x:.0f}" for x in mean["overlap"])
-                bar.set_postfix_str(f"loss {mean['trunk_nll']:.3f}, {speed / 1000:.0f} k tokens/s, accept {accepted} %")
-
-        batches = self._batches(first)
-        measured_from, step = 0.0, first
-        while step < self.total_steps:
-            rate = jnp.float32(learning_rate(config.optimizer, step, self.total_steps))
-            self.state, figures = train_step(self.state, next(batches), rate, config.step_settings)
-            step += 1
-            under_way.append((step, figures))
-            evaluates = step % config.eval_every == 0 and step < self.total_steps
-            saves = time.monotonic() - saved >= 60.0 * config.save_minutes
-            measures = not self.settled and step - first in (MEASURE_FROM, MEASURE_TO)
-            wait = evaluates or saves or measures or step == self.total_steps
-            while len(under_way) > (0 if wait else IN_FLIGHT):
-                fetch()
-            if measures and step - first == MEASURE_FROM:
-                measured_from = clock.seconds
-            elif measures:
-                seconds_a_step = (clock.seconds - measured_from) / (MEASURE_TO - MEASURE_FROM)
-                fitting = int((60.0 * config.max_minutes - clock.seconds) / seconds_a_step)
-                self.total_steps = min(config.steps, step + max(fitting, 1))
-                self.settled, bar.total = True, self.total_steps
-            with clock.paused():
-                if evaluates:
-                    self.metrics.log({"step": step, "held_out": self.evaluate()})
-                if saves:
-                    self.save()
-                    saved = time.monotonic()
-        bar.close()
-        return (self.total_steps - first) * tokens / clock.seconds
+        return Loop(self, config, self.extent, self.metrics, tokens, int(self.state.step)).run()
 
     def evaluate(self) -> dict[str, Any]:
-        """Figures of every held-out document, by domain (see `train.evaluate.Tally.report`)."""
+        """Figures of every held-out document, by domain (see `train.evaluate.Tally.report`); they are logged."""
         config = self.config
         tally = Tally(self.held_out, config.loss.num_depths)
         batches = list(self.held_out.batches(config.batch.rows, config.batch.length))
@@ -238,37 +170,14 @@ class Run:
             batches = [batches[i * len(batches) // config.eval_batches] for i in range(config.eval_batches)]
         for batch in tqdm(batches, desc="held-out text", unit="batch", leave=False):
             tally.add(batch, *eval_step(self.state.params, batch, config.loss, config.compute))
-        return dict(tally.report())
+        self.report = dict(tally.report())
+        self.metrics.log({"step": int(self.state.step), "held_out": self.report})
+        return self.report
 
-
-class _Clock:
-    """Seconds since the start, pauses left out."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._lap = self._start
-        self._entered = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        now = time.monotonic()
-        since, self._lap = now - self._lap, now
-        return since
-
-    def paused(self) -> "_Clock":
-        return self
-
-    def __enter__(self) -> None:
-        self._entered = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        pause = time.monotonic() - self._entered
-        self._start += pause
-        self._lap += pause
+    def close(self) -> None:
+        """Waits for what is still being written."""
+        self.checkpoints.close()
+        self.metrics.close()
 
 
 def export(params: Params, config: ModelConfig, tokenizer: Path, directory: Path) -> None:
@@ -329,12 +238,10 @@ def finish(training: Run, directory: Path | None) -> dict[str, Any]:
     config = training.config
     try:
         speed = training.train()
-        training.save()
+        report = training.report or training.evaluate()
     finally:
-        training.checkpoints.close()
-    report = training.evaluate()
+        training.close()
     state = training.state
-    training.metrics.log({"step": int(state.step), "held_out": report})
     if directory is not None:
         export(state.params, training.model_config, config.tokenizer, directory)
     return {

@@ -4,6 +4,7 @@ Parameters and moments are float32; the forward pass runs on a copy in the compu
 norms stay float32 as they do in a loaded checkpoint. The learning rate is an argument: the schedule lives on the host.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -59,9 +60,16 @@ class TrainState:
     step: Int32[Array, ""]
 
 
+SCHEDULES = ("cosine", "wsd")
+
+
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW with a warmup and a cosine."""
+    """AdamW and its schedule.
+
+    Raises:
+        ValueError: naming the field that is out of range.
+    """
 
     learning_rate: float  # peak
     final_fraction: float  # of the peak, at the last step
@@ -70,6 +78,29 @@ class OptimizerSettings:
     beta1: float = 0.9
     beta2: float = 0.95
     clip_norm: float = 1.0
+    # behind the warmup: "cosine", or "wsd", which stays at the peak and goes down linearly over the last steps
+    schedule: str = "cosine"
+    decay_fraction: float = 0.2  # of all steps; of wsd
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optimizer.schedule={self.schedule!r} must be one of {', '.join(SCHEDULES)}")
+        if not 0 < self.decay_fraction <= 1:
+            raise ValueError(f"optimizer.decay_fraction={self.decay_fraction} must be in (0, 1]")
+
+    def rate(self, step: int, total: int) -> float:
+        """The learning rate of the step that follows `step` done ones of `total`: linear warmup, then the schedule."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        after = total - self.warmup_steps
+        # the share of the way down that is behind this step
+        if self.schedule == "wsd":
+            falling = max(min(self.decay_fraction * total, after), 1)
+            down = min(max((step + 1 - total + falling) / falling, 0.0), 1.0)
+            left = 1.0 - down
+        else:
+            left = 0.5 * (1.0 + math.cos(math.pi * min((step + 1 - self.warmup_steps) / max(after, 1), 1.0)))
+        return self.learning_rate * (self.final_fraction + (1.0 - self.final_fraction) * left)
 
     def transform(self) -> optax.GradientTransformation:
         """Gradients to the step at learning rate 1, downhill."""

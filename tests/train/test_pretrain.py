@@ -14,6 +14,7 @@ from train import pretrain
 from train.checkpoint import Checkpoints
 from train.data import PADDING, Batch, Corpus, HeldOut
 from train.evaluate import Tally
+from train.loop import TIMINGS
 from train.losses import RowScores, mean_valid, score_rows
 from train.step import OptimizerSettings, Params, init_state
 
@@ -58,7 +59,7 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
 
 
 def final_params(corpus: Path, out: Path) -> Params:
@@ -197,7 +198,7 @@ def test_acceptance_is_a_chain(corpus: Path) -> None:
 
 def test_learning_rate_warms_up_and_ends_low() -> None:
     settings = OptimizerSettings(learning_rate=1.0, final_fraction=0.1, warmup_steps=4, weight_decay=0.0)
-    rates = [pretrain.learning_rate(settings, step, 20) for step in range(20)]
+    rates = [settings.rate(step, 20) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
