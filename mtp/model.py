@@ -73,12 +73,16 @@ class Qwen35(nnx.Module):
         return (self.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
-        """Logits, accumulated and kept in float32."""
-        table = self.unembedding
-        exact = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-        with jax.named_scope("unembed"):
-            return lax.dot_general(hidden, table, contract, precision=exact, preferred_element_type=jnp.float32)
+        """Logits."""
+        return unembed(self.unembedding, hidden)
+
+
+def unembed(table: Float[Array, "V D"], hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
+    """Logits of the tokens in an unembedding, or in some rows of one; accumulated and kept in float32."""
+    exact = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+    contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+    with jax.named_scope("unembed"):
+        return lax.dot_general(hidden, table, contract, precision=exact, preferred_element_type=jnp.float32)
 
 
 def forward(model: Qwen35, cache: Cache, tokens: Tokens, num_tokens: PerLane, *, keep: bool) -> tuple[Hidden, Cache]:

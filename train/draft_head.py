@@ -64,6 +64,7 @@ class DraftHeadConfig:
     max_minutes: float  # for the steps alone; the schedule is cut to fit
     num_depths: int  # k, drafts that the head learns to make
     chunk_rows: int  # rows whose logits exist at a time
+    teacher_ids: int  # tokens that the losses look at, those the model gives most to; 0 for all, which is exact
     remat: bool  # recompute each depth in the backward pass: slower, and less memory
     held_out_fraction: float  # of the prompts
     log_every: int
@@ -77,7 +78,7 @@ class DraftHeadConfig:
     @property
     def settings(self) -> HeadSettings:
         """What the jitted step is specialised on."""
-        return HeadSettings(self.optimizer, self.loss, self.num_depths, self.chunk_rows, self.remat)
+        return HeadSettings(self.optimizer, self.loss, self.num_depths, self.chunk_rows, self.teacher_ids, self.remat)
 
     def to_json(self) -> dict[str, Any]:
         """The resolved config as plain values."""
@@ -96,6 +97,11 @@ class DraftHeadConfig:
             (
                 self.chunk_rows < 1 or part % self.chunk_rows,
                 f"chunk_rows={self.chunk_rows} must divide the {part} tokens of a part",
+            ),
+            (
+                self.teacher_ids and not part <= self.teacher_ids <= model.vocab_size,
+                f"teacher_ids={self.teacher_ids} must be 0, or from the {part} tokens of a part to the model's "
+                f"{model.vocab_size}",
             ),
             (not 0 < self.held_out_fraction < 1, f"held_out_fraction={self.held_out_fraction} must be inside (0, 1)"),
             (not 1 <= self.num_depths <= 8, f"num_depths={self.num_depths} must be from 1 to 8"),

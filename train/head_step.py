@@ -5,7 +5,7 @@ the forward pass runs on a copy in the trunk's dtype. A batch comes in parts who
 does not depend on how many there are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 from mtp.draft_head import MTPHead
 from mtp.model import Qwen35, forward_documents
 from mtp.shapes import Array, Bool, Float32, Int32
-from train.losses import HeadLoss, RowScores, score_rows
+from train.losses import HeadLoss, RowScores, score_rows, score_rows_within
 from train.reply_data import HeadBatch
 from train.step import OptimizerSettings
 from train.unroll import Packing, align, same_document, unroll
@@ -35,6 +35,8 @@ class HeadSettings:
     num_depths: int
     # rows whose logits exist at a time
     chunk_rows: int
+    # tokens that the losses look at, chosen anew for each part; 0 for the whole vocabulary
+    teacher_ids: int
     # recompute each depth in the backward pass
     remat: bool
 
@@ -74,30 +76,39 @@ class Sums:
     length: Float32[Array, ""]
     # those whose whole chain counts
     anchors: Float32[Array, ""]
+    # of the trunk's law, what lies inside the tokens looked at; over the rows of depth 1
+    mass: Float32[Array, ""]
 
     def figures(self) -> dict[str, Array]:
         """Means worth logging; 0 where nothing counts."""
         each = {name: getattr(self, name) / jnp.maximum(self.count, 1.0) for name in ("nll", "kl", "overlap", "agree")}
+        each["mass_covered"] = self.mass / jnp.maximum(self.count[0], 1.0)
         return each | {"expected_length": self.length / jnp.maximum(self.anchors, 1.0), "count": self.count}
 
 
 def score_part(
     head: MTPHead, model: Qwen35, batch: HeadBatch, settings: HeadSettings
-) -> tuple[RowScores, Bool[Array, "B T k"]]:
-    """Every prediction of one part [B, T] at the row of its target, and which of them count."""
+) -> tuple[RowScores, Bool[Array, "B T k"], Float32[Array, "B T"]]:
+    """Every prediction of one part [B, T] at the row of its target, which of them count, and how much of the trunk's
+    law lies inside the tokens looked at."""
     dtype = model.embed_tokens.weight.dtype
     run = jax.tree.map(lambda x: x.astype(dtype), head)
     packing = Packing.of(batch.documents)
     hidden = lax.stop_gradient(forward_documents(model, batch.tokens, packing.starts, packing.attend))
     outputs = unroll(run, model, batch.tokens, hidden, packing, settings.num_depths, settings.remat)
-    scores = score_rows(
-        hidden, align(outputs), batch.tokens, model.unembed, lambda rows: run.logits(model, rows), settings.chunk_rows
-    )
     targets = jnp.roll(batch.learned, -1, axis=1)
-    return scores, same_document(batch.documents, settings.num_depths)[..., 1:] & targets[..., None]
+    valid = same_document(batch.documents, settings.num_depths)[..., 1:] & targets[..., None]
+    rows = hidden, align(outputs), batch.tokens
+    if settings.teacher_ids:
+        scores, mass = score_rows_within(
+            *rows, valid[..., 0], model.unembedding, settings.teacher_ids, settings.chunk_rows
+        )
+        return scores, valid, mass
+    scores = score_rows(*rows, model.unembed, lambda rows: run.logits(model, rows), settings.chunk_rows)
+    return scores, valid, jnp.ones(valid.shape[:2], jnp.float32)
 
 
-def add_up(scores: RowScores, valid: Bool[Array, "B T k"]) -> Sums:
+def add_up(scores: RowScores, valid: Bool[Array, "B T k"], mass: Float32[Array, "B T"]) -> Sums:
     """The sums of one part."""
     total = lambda x: jnp.sum(jnp.where(valid, x.astype(jnp.float32), 0.0), axis=(0, 1))  # noqa: E731
     depths = valid.shape[-1]
@@ -110,6 +121,7 @@ def add_up(scores: RowScores, valid: Bool[Array, "B T k"]) -> Sums:
         agree=total(scores.agree),
         length=(1 + depths) * anchors - depths * lost,
         anchors=anchors,
+        mass=total(mass[..., None])[0],
     )
 
 
@@ -124,16 +136,16 @@ def head_step(
     """
 
     def objective(head: MTPHead, part: HeadBatch) -> tuple[Array, tuple[Array, Sums]]:
-        scores, valid = score_part(head, model, part, settings)
+        scores, valid, mass = score_part(head, model, part, settings)
         total, weight = settings.loss.total(scores, valid, state.acceptance)
-        return total, (weight, add_up(scores, valid))
+        return total, (weight, add_up(scores, valid, mass))
 
     def one_part(done: tuple, part: HeadBatch) -> tuple[tuple, None]:
         (total, (weight, sums)), grads = jax.value_and_grad(objective, has_aux=True)(state.head, part)
         return jax.tree.map(jnp.add, done, (grads, total, weight, sums)), None
 
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((settings.num_depths,), jnp.float32)
-    nothing = jax.tree.map(jnp.zeros_like, state.head), zero, zero, Sums(none, none, none, none, none, zero, zero)
+    nothing = jax.tree.map(jnp.zeros_like, state.head), zero, zero, Sums(none, none, none, none, none, zero, zero, zero)
     (grads, total, weight, sums), _ = lax.scan(one_part, nothing, batch)
     # a batch without anything to learn changes nothing but the count of steps
     scale = jnp.where(weight > 0, 1.0 / jnp.maximum(weight, 1e-9), 0.0)
@@ -154,5 +166,5 @@ def head_step(
 
 @partial(jax.jit, static_argnames=("settings",))
 def head_sums(head: MTPHead, model: Qwen35, batch: HeadBatch, settings: HeadSettings) -> Sums:
-    """The sums of one part [B, T], without a gradient."""
-    return add_up(*score_part(head, model, batch, settings))
+    """The sums of one part [B, T], without a gradient and over the whole vocabulary."""
+    return add_up(*score_part(head, model, batch, replace(settings, teacher_ids=0)))

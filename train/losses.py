@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Shaped
 
+from mtp.model import unembed
 from mtp.shapes import Array, Bool, Float, Float32, Hidden, Int32, Tokens
 
 
@@ -52,31 +53,97 @@ def score_rows(
         chunk_rows: rows whose logits exist at a time.
 
     Raises:
-        ValueError: if chunk_rows does not divide the number of rows.
+        ValueError: chunk_rows does not divide the number of rows.
     """
-    batch, length = tokens.shape
-    if batch * length % chunk_rows:
-        raise ValueError(f"{chunk_rows=} must divide the batch's {batch * length} tokens")
 
     @jax.checkpoint
     def score(trunk: Array, drafts: Array, targets: Array) -> RowScores:
         with jax.named_scope("score_rows"):
-            log_p = jax.nn.log_softmax(unembed_trunk(trunk))  # [rows, V]
-            log_q = jax.nn.log_softmax(unembed_drafts(drafts))  # [rows, k, V]
-            teacher = lax.stop_gradient(log_p)[:, None]
-            p = jnp.exp(teacher)
-            return RowScores(
-                trunk_nll=-_pick(log_p, targets),
-                draft_nll=-_pick(log_q, jnp.broadcast_to(targets[:, None], log_q.shape[:2])),
-                kl=jnp.sum(p * (teacher - log_q), axis=-1),
-                overlap=jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1),
-                agree=jnp.argmax(teacher, axis=-1) == jnp.argmax(log_q, axis=-1),
-            )
+            return _scores(unembed_trunk(trunk), unembed_drafts(drafts), targets)
 
-    rows = (trunk, drafts, jnp.roll(tokens, -1, axis=1))
-    chunks = jax.tree.map(lambda x: x.reshape(-1, chunk_rows, *x.shape[2:]), rows)
-    scores = lax.map(lambda chunk: score(*chunk), chunks)
-    return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[2:]), scores)
+    return _in_chunks(score, (trunk, drafts, jnp.roll(tokens, -1, axis=1)), chunk_rows)
+
+
+def score_rows_within(
+    trunk: Hidden,
+    drafts: Float[Array, "B T k D"],
+    tokens: Tokens,
+    counted: Bool[Array, "B T"],
+    table: Float[Array, "V D"],
+    num_ids: int,
+    chunk_rows: int,
+) -> tuple[RowScores, Float32[Array, "B T"]]:
+    """`score_rows` among few tokens only, which spares most of the drafts' unembedding: those to which the trunk gives
+    most in these rows, and the text's own. Both laws are made to add up to 1 there, so that scores are near the exact
+    ones as far as the laws lie inside; how much of the trunk's does comes back beside them.
+
+    Args:
+        counted: rows that have a say in which tokens are taken.
+        table: the unembedding; no gradient flows into it.
+        num_ids: tokens that are taken.
+
+    Raises:
+        ValueError: chunk_rows does not divide the number of rows, or num_ids is less than that, so that a token of the
+            text might be left out, or more than the vocabulary.
+    """
+    batch, length = tokens.shape
+    if not batch * length <= num_ids <= table.shape[0]:
+        raise ValueError(
+            f"{num_ids=} must be from the {batch * length} tokens of a batch, which all are among them, to the "
+            f"vocabulary's {table.shape[0]}"
+        )
+    table, trunk = lax.stop_gradient((table, trunk))
+    targets = jnp.roll(tokens, -1, axis=1)
+
+    def law(rows: Array) -> Float32[Array, "rows V"]:
+        return jax.nn.softmax(unembed(table, rows))
+
+    def add(mass: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
+        rows, counted = chunk
+        return mass + jnp.sum(law(rows) * counted[:, None].astype(jnp.float32), axis=0), None
+
+    mass, _ = lax.scan(add, jnp.zeros(table.shape[:1], jnp.float32), _chunked((trunk, counted), chunk_rows))
+    _, ids = lax.top_k(mass.at[targets.reshape(-1)].set(jnp.inf), num_ids)
+    few = table[ids]
+    place = jnp.zeros(table.shape[:1], jnp.int32).at[ids].set(jnp.arange(num_ids, dtype=jnp.int32))
+
+    @jax.checkpoint
+    def score(trunk: Array, drafts: Array, targets: Array) -> tuple[RowScores, Array]:
+        with jax.named_scope("score_rows_within"):
+            inside = jnp.sum(law(trunk)[:, ids], axis=-1)
+            return _scores(unembed(few, trunk), unembed(few, drafts), place[targets]), inside
+
+    return _in_chunks(score, (trunk, drafts, targets), chunk_rows)
+
+
+def _scores(
+    trunk_logits: Float32[Array, "rows V"], draft_logits: Float32[Array, "rows k V"], targets: Int32[Array, "rows"]
+) -> RowScores:
+    log_p = jax.nn.log_softmax(trunk_logits)
+    log_q = jax.nn.log_softmax(draft_logits)
+    teacher = lax.stop_gradient(log_p)[:, None]
+    p = jnp.exp(teacher)
+    return RowScores(
+        trunk_nll=-_pick(log_p, targets),
+        draft_nll=-_pick(log_q, jnp.broadcast_to(targets[:, None], log_q.shape[:2])),
+        kl=jnp.sum(p * (teacher - log_q), axis=-1),
+        overlap=jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1),
+        agree=jnp.argmax(teacher, axis=-1) == jnp.argmax(log_q, axis=-1),
+    )
+
+
+def _chunked[X](rows: X, chunk_rows: int) -> X:
+    """[B, T, ...] to [chunks, chunk_rows, ...]."""
+    batch, length = jax.tree.leaves(rows)[0].shape[:2]
+    if batch * length % chunk_rows:
+        raise ValueError(f"{chunk_rows=} must divide the batch's {batch * length} tokens")
+    return jax.tree.map(lambda x: x.reshape(-1, chunk_rows, *x.shape[2:]), rows)
+
+
+def _in_chunks[X](score: Callable[..., X], rows: tuple[Array, ...], chunk_rows: int) -> X:
+    """`score` of so many rows at a time, put together again."""
+    scores = lax.map(lambda chunk: score(*chunk), _chunked(rows, chunk_rows))
+    return jax.tree.map(lambda x: x.reshape(*rows[0].shape[:2], *x.shape[2:]), scores)
 
 
 def _pick(log_probs: Float32[Array, "... V"], ids: Int32[Array, "..."]) -> Float32[Array, "..."]:

@@ -1,5 +1,6 @@
 """The head's trainer on a small model: packed replies, a step whatever its parts, a run, its resumption, its export."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,22 @@ def test_a_batch_without_anything_to_learn_changes_nothing(made: Path, tmp_path:
     run.close()
 
 
+def test_a_step_among_all_tokens_is_the_exact_step_and_among_few_says_what_it_covers(
+    made: Path, tmp_path: Path
+) -> None:
+    run = start(made, tmp_path)
+    batch = run.train_replies.batch(0, 0, 4, parts=2)
+    figures = {}
+    for teacher_ids in (0, 8192, 512):
+        settings = dataclasses.replace(run.config.settings, teacher_ids=teacher_ids)
+        state = jax.tree.map(jnp.copy, run.state)
+        figures[teacher_ids] = head_step(state, run.loaded.model, batch, jnp.float32(1e-3), settings)[1]
+    for name, value in figures[0].items():
+        np.testing.assert_allclose(value, figures[8192][name], rtol=1e-4, atol=1e-6, err_msg=name)
+    assert figures[0]["mass_covered"] == 1.0 and 0.05 < figures[512]["mass_covered"] < 0.9
+    run.close()
+
+
 # A run
 
 
@@ -244,6 +261,7 @@ def test_dry_run_says_what_it_would_do(made: Path, tmp_path: Path, capsys: pytes
     [
         ("loss.kind=mse", "loss.kind='mse' must be one of ce, kl, tv, lk, e2e"),
         ("init=zero", "init='zero' must be one of checkpoint, random"),
+        ("teacher_ids=63", "teacher_ids=63 must be 0, or from the 64 tokens of a part to the model's 8192"),
         ("chunk_rows=48", "chunk_rows=48 must divide the 64 tokens of a part"),
         ("batch.length=4096", "batch.length=4096 exceeds the model's 512"),
         ("loss.etaa=2", "eta"),

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.losses import KINDS, HeadLoss, RowScores, score_rows
+from mtp.model import unembed
+from train.losses import KINDS, HeadLoss, RowScores, score_rows, score_rows_within
 
 BATCH, LENGTH, DEPTHS, WIDTH, VOCABULARY = 2, 7, 3, 4, 9
 ACCEPTANCE = np.array([0.9, 0.5, 0.2], np.float32)
@@ -152,3 +153,73 @@ def test_lk_turns_from_kl_to_tv_with_acceptance() -> None:
 def test_a_setting_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HeadLoss(**fields)
+
+
+# Among few tokens
+
+ROWS, MANY = 16, 64
+
+
+def peaked(seed: int) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Rows whose laws lie on a few tokens, and which of them are counted."""
+    rng = np.random.default_rng(seed)
+    table = rng.normal(size=(MANY, 8))
+    trunk = 3.0 * table[rng.integers(0, 10, (2, ROWS // 2))] + 0.1 * rng.normal(size=(2, ROWS // 2, 8))
+    drafts = trunk[:, :, None] + rng.normal(size=(2, ROWS // 2, DEPTHS, 8))
+    rows = {"trunk": trunk, "drafts": drafts, "table": table}
+    tokens = jnp.asarray(rng.integers(0, MANY, (2, ROWS // 2)), jnp.int32)
+    made = {name: jnp.asarray(value, jnp.float32) for name, value in rows.items()} | {"tokens": tokens}
+    return made, jnp.asarray(rng.random((2, ROWS // 2)) < 0.8)
+
+
+def exact_scores(data: dict[str, jax.Array], drafts: jax.Array) -> RowScores:
+    logits = lambda rows: unembed(data["table"], rows)  # noqa: E731
+    return score_rows(data["trunk"], drafts, data["tokens"], logits, logits, 4)
+
+
+def scores_within(data: dict[str, jax.Array], counted: jax.Array, num_ids: int, drafts: jax.Array) -> Any:
+    return score_rows_within(data["trunk"], drafts, data["tokens"], counted, data["table"], num_ids, 4)
+
+
+def test_scores_within_the_whole_vocabulary_are_exact(seed: int = 11) -> None:
+    data, counted = peaked(seed)
+    ours, inside = scores_within(data, counted, MANY, data["drafts"])
+    np.testing.assert_allclose(inside, 1.0, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, exact_scores(data, data["drafts"]))
+    total = lambda score: jax.grad(lambda drafts: jnp.sum(score(drafts).kl + score(drafts).overlap))(data["drafts"])  # noqa: E731
+    expected = total(lambda drafts: exact_scores(data, drafts))
+    np.testing.assert_allclose(total(lambda x: scores_within(data, counted, MANY, x)[0]), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ids", [ROWS, 40])
+def test_scores_within_few_tokens_are_those_of_laws_cut_to_them(num_ids: int) -> None:
+    """In float64: the tokens with most mass over the counted rows, and the text's; what they cover; both laws there."""
+    data, counted = peaked(num_ids)
+    ours, inside = scores_within(data, counted, num_ids, data["drafts"])
+    wide = {name: np.asarray(value, np.float64) for name, value in data.items()}
+
+    def law(rows: np.ndarray) -> np.ndarray:
+        logits = rows @ wide["table"].T
+        exp = np.exp(logits - logits.max(-1, keepdims=True))
+        return exp / exp.sum(-1, keepdims=True)
+
+    p, q = law(wide["trunk"]), law(wide["drafts"])
+    targets = np.roll(np.asarray(data["tokens"]), -1, axis=1)
+    mass = (p * np.asarray(counted)[..., None]).sum((0, 1))
+    mass[targets.reshape(-1)] = np.inf
+    few = np.sort(np.argsort(-mass)[:num_ids])
+    np.testing.assert_allclose(inside, p[..., few].sum(-1), atol=1e-5)
+    cut = lambda x: x[..., few] / x[..., few].sum(-1, keepdims=True)  # noqa: E731
+    p, q = cut(p)[:, :, None], cut(q)
+    np.testing.assert_allclose(ours.overlap, np.minimum(p, q).sum(-1), atol=1e-5)
+    np.testing.assert_allclose(ours.kl, (p * np.log(p / q)).sum(-1), atol=2e-5)
+    place = np.searchsorted(few, targets)
+    picked = np.take_along_axis(q, np.broadcast_to(place[..., None, None], (*q.shape[:3], 1)), -1)[..., 0]
+    np.testing.assert_allclose(ours.draft_nll, -np.log(picked), atol=2e-5)
+
+
+def test_a_number_of_tokens_that_can_not_do_is_refused() -> None:
+    data, counted = peaked(0)
+    for wrong in (ROWS - 1, MANY + 1):
+        with pytest.raises(ValueError, match=f"num_ids={wrong} must be from the 16 tokens .* vocabulary's 64"):
+            scores_within(data, counted, wrong, data["drafts"])
