@@ -48,6 +48,7 @@ class RowSettings:
     rows: int
     length: int  # tokens of a row; longer sequences are cut
     parts: int  # of a batch, one after the other, gradients added up
+    devices: int  # that share the rows of a part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,21 +88,29 @@ class DraftHeadConfig:
     def check(self, model: ModelConfig) -> None:
         """Raises ValueError where two settings, or a setting and the model, contradict each other."""
         batch, longest = self.batch, model.max_position_embeddings
-        part = batch.rows // max(batch.parts, 1) * batch.length
+        shares = batch.parts * batch.devices
+        part = batch.rows // max(shares, 1) * batch.length
         for wrong, message in (
             (self.init not in INITS, f"init={self.init!r} must be one of {', '.join(INITS)}"),
             (self.dtype not in ("bfloat16", "float32"), f"dtype={self.dtype!r} must be bfloat16 or float32"),
             (model.num_mtp_layers != 1, f"{self.model} has {model.num_mtp_layers} MTP layers; one is needed"),
             (batch.length > longest, f"batch.length={batch.length} exceeds the model's {longest}"),
-            (batch.parts < 1 or batch.rows % batch.parts, f"batch.parts={batch.parts} must divide {batch.rows=}"),
+            (
+                min(batch.parts, batch.devices) < 1 or batch.rows % shares,
+                f"batch.parts={batch.parts} times batch.devices={batch.devices} must divide {batch.rows=}",
+            ),
+            (
+                batch.devices > len(jax.devices()),
+                f"batch.devices={batch.devices}, and there are {len(jax.devices())} here",
+            ),
             (
                 self.chunk_rows < 1 or part % self.chunk_rows,
-                f"chunk_rows={self.chunk_rows} must divide the {part} tokens of a part",
+                f"chunk_rows={self.chunk_rows} must divide the {part} tokens of a part on a device",
             ),
             (
                 self.teacher_ids and not part <= self.teacher_ids <= model.vocab_size,
-                f"teacher_ids={self.teacher_ids} must be 0, or from the {part} tokens of a part to the model's "
-                f"{model.vocab_size}",
+                f"teacher_ids={self.teacher_ids} must be 0, or from the {part} tokens of a part on a device to the "
+                f"model's {model.vocab_size}",
             ),
             (not 0 < self.held_out_fraction < 1, f"held_out_fraction={self.held_out_fraction} must be inside (0, 1)"),
             (not 1 <= self.num_depths <= 8, f"num_depths={self.num_depths} must be from 1 to 8"),
@@ -123,14 +132,15 @@ class Run:
         self.train_replies, self.held_out, self.num_empty = open_replies(
             config.replies, config.batch.length, config.held_out_fraction
         )
-        self.loaded = weights.load(directory, dtype=config.dtype)
+        loaded = weights.load(directory, dtype=config.dtype)
+        self.loaded = dataclasses.replace(loaded, model=config.settings.place(loaded.model))
         head = self.loaded.head
         if config.init == "random":
             head = MTPHead(self.loaded.config, nnx.Rngs(config.seed), jnp.float32)
         if head is None:
             raise ValueError(f"{config.model} has no mtp.* tensors: use init=random")
         # placed, as a restored one is, so that both run the same compiled step
-        self.state = jax.device_put(HeadState.start(head, config.settings), jax.devices()[0])
+        self.state = config.settings.place(HeadState.start(head, config.settings))
         self.extent = Extent(config.steps)
         # held-out tokens a verify step of the best head so far, and its step
         self.best = (0.0, 0)
@@ -144,7 +154,9 @@ class Run:
 
     def _resume(self) -> None:
         self.state, run = self.checkpoints.restore(self.state)
-        check_same(self.config.to_json(), run["config"], self.out)
+        # a run may go on with more devices, or fewer
+        ours, saved = ({**c, "batch": {**c["batch"], "devices": 0}} for c in (self.config.to_json(), run["config"]))
+        check_same(ours, saved, self.out)
         self.best, self.extent = tuple(run["best"]), Extent(**run["extent"])
         self.metrics.forget_after(int(self.state.step))
 
@@ -156,14 +168,13 @@ class Run:
     def batch(self, step: int) -> HeadBatch:
         """The training batch that follows `step` done ones."""
         shape = self.config.batch
-        return self.train_replies.batch(self.config.seed, step, shape.rows, shape.parts)
+        return self.config.settings.spread(self.train_replies.batch(self.config.seed, step, shape.rows, shape.parts))
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out figures of the head as it is; keeps it if it is the best so far."""
         config, sums = self.config, None
         for batch in self.held_out.batches(config.batch.rows // config.batch.parts):
-            part = jax.tree.map(lambda x: x[0], batch)
-            one = head_sums(self.state.head, self.loaded.model, part, config.settings)
+            one = head_sums(self.state.head, self.loaded.model, config.settings.spread(batch), config.settings)
             sums = one if sums is None else jax.tree.map(jnp.add, sums, one)
         assert sums is not None
         figures = _plain(sums)

@@ -1,26 +1,31 @@
 """One step of training a head beside a frozen trunk: trunk forward, exact unroll, loss, gradient of the head alone.
 
 The trunk is an argument without a gradient: its bits cannot change. The head's parameters and moments are float32, and
-the forward pass runs on a copy in the trunk's dtype. A batch comes in parts whose totals are added up, so that a step
-does not depend on how many there are.
+the forward pass runs on a copy in the trunk's dtype. A batch comes in parts, and parts may be shared by devices; the
+totals are added up, so that a step does not depend on how many there are of either.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtp.draft_head import MTPHead
 from mtp.model import Qwen35, forward_documents
 from mtp.shapes import Array, Bool, Float32, Int32
+from mtp.sharding import make_mesh
 from train.losses import HeadLoss, RowScores, score_rows, score_rows_within
 from train.reply_data import HeadBatch
 from train.step import OptimizerSettings
 from train.unroll import Packing, align, same_document, unroll
 
+SPREAD = PartitionSpec(None, "data")
 # Of the acceptance that `lk` weighs with.
 MEMORY = 0.95
 
@@ -39,6 +44,21 @@ class HeadSettings:
     teacher_ids: int
     # recompute each depth in the backward pass
     remat: bool
+    # rows of a part are spread over so many, each of which has the whole model
+    devices: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return make_mesh(data=self.devices)
+
+    def place[X](self, whole: X) -> X:
+        """The value on every device."""
+        return jax.device_put(whole, NamedSharding(self.mesh, PartitionSpec()))
+
+    def spread(self, batch: HeadBatch) -> HeadBatch:
+        """A batch [parts, B, T], its rows over the devices."""
+        return jax.device_put(batch, NamedSharding(self.mesh, SPREAD))
 
 
 @jax.tree_util.register_dataclass
@@ -133,20 +153,22 @@ def head_step(
 
     Args:
         batch: [parts, B, T].
+
+    Raises:
+        ValueError: fewer devices than the settings name.
     """
 
-    def objective(head: MTPHead, part: HeadBatch) -> tuple[Array, tuple[Array, Sums]]:
+    def objective(head: MTPHead, model: Qwen35, acceptance: Array, part: HeadBatch) -> tuple[Array, tuple[Array, Sums]]:
         scores, valid, mass = score_part(head, model, part, settings)
-        total, weight = settings.loss.total(scores, valid, state.acceptance)
+        total, weight = settings.loss.total(scores, valid, acceptance)
         return total, (weight, add_up(scores, valid, mass))
 
-    def one_part(done: tuple, part: HeadBatch) -> tuple[tuple, None]:
-        (total, (weight, sums)), grads = jax.value_and_grad(objective, has_aux=True)(state.head, part)
-        return jax.tree.map(jnp.add, done, (grads, total, weight, sums)), None
+    def one_part(head: MTPHead, model: Qwen35, acceptance: Array, part: HeadBatch) -> tuple:
+        (total, (weight, sums)), grads = jax.value_and_grad(objective, has_aux=True)(head, model, acceptance, part)
+        return grads, total, weight, sums
 
-    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((settings.num_depths,), jnp.float32)
-    nothing = jax.tree.map(jnp.zeros_like, state.head), zero, zero, Sums(none, none, none, none, none, zero, zero, zero)
-    (grads, total, weight, sums), _ = lax.scan(one_part, nothing, batch)
+    added = over_parts(one_part, settings)
+    grads, total, weight, sums = added(state.head, model, state.acceptance, batch)
     # a batch without anything to learn changes nothing but the count of steps
     scale = jnp.where(weight > 0, 1.0 / jnp.maximum(weight, 1e-9), 0.0)
     grads = jax.tree.map(lambda g: scale * g, grads)
@@ -166,5 +188,33 @@ def head_step(
 
 @partial(jax.jit, static_argnames=("settings",))
 def head_sums(head: MTPHead, model: Qwen35, batch: HeadBatch, settings: HeadSettings) -> Sums:
-    """The sums of one part [B, T], without a gradient and over the whole vocabulary."""
-    return add_up(*score_part(head, model, batch, replace(settings, teacher_ids=0)))
+    """The sums of a batch [parts, B, T], without a gradient and over the whole vocabulary."""
+    exact = replace(settings, teacher_ids=0)
+    added = over_parts(lambda head, model, part: add_up(*score_part(head, model, part, exact)), settings)
+    return added(head, model, batch)
+
+
+def over_parts[X](one_part: Callable[..., X], settings: HeadSettings) -> Callable[..., X]:
+    """What is added up over the parts of a batch, one after the other, and over the devices that share their rows.
+
+    Args:
+        one_part: its last argument is a part [B, T].
+
+    Returns:
+        A function whose last argument is a batch [parts, B, T].
+    """
+
+    def local(*args: Any) -> X:
+        *whole, batch = args
+        shapes = jax.eval_shape(one_part, *whole, jax.tree.map(lambda x: x[0], batch))
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        add = lambda done, part: (jax.tree.map(jnp.add, done, one_part(*whole, part)), None)  # noqa: E731
+        return lax.psum(lax.scan(add, nothing, batch)[0], "data")
+
+    def shared(*args: Any) -> X:
+        specs = *(PartitionSpec(),) * (len(args) - 1), SPREAD
+        # unchecked: the loops in the model begin with constants, which the checker takes for another kind of value
+        each = jax.shard_map(local, mesh=settings.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        return each(*args)
+
+    return shared

@@ -18,6 +18,7 @@ from train.data import PADDING
 from train.draft_head import DraftHeadConfig, Run
 from train.head_step import HeadState, head_step
 from train.loop import TIMINGS
+from train.metrics import scalars
 from train.reply_data import HeadBatch, open_replies
 
 CONFIG = "configs/train/head_demo.toml"
@@ -125,23 +126,27 @@ def start(made: Path, tmp_path: Path, *more: str) -> Run:
     return Run(config, tmp_path / "x", resume=False)
 
 
-def test_a_step_does_not_depend_on_its_parts(made: Path, tmp_path: Path) -> None:
-    """One part of four rows and four of one row, their valid tokens unequal: the same figures and the same step, within
-    float32's rounding. What is not learned has no say: other tokens in a padded row change nothing."""
+def test_a_step_does_not_depend_on_its_parts_and_devices(made: Path, tmp_path: Path) -> None:
+    """One part of four rows, four of one row, and two that two devices share, their valid tokens unequal: the same
+    figures and the same step, within float32's rounding."""
     run = start(made, tmp_path, "init=random")
     fresh = lambda: jax.tree.map(jnp.copy, run.state)  # noqa: E731
     whole = run.train_replies.batch(0, 0, 4)
     rate = jnp.float32(1e-3)
     states, figures = [], []
-    for parts in (1, 4):
+    for parts, devices in ((1, 1), (4, 1), (2, 2)):
+        settings = dataclasses.replace(run.config.settings, devices=devices)
         cut = jax.tree.map(lambda x, parts=parts: x.reshape(parts, 4 // parts, LENGTH), whole)
-        state, one = head_step(fresh(), run.loaded.model, cut, rate, run.config.settings)
+        model, state, cut = settings.place(run.loaded.model), settings.place(fresh()), settings.spread(cut)
+        state, one = head_step(state, model, cut, rate, settings)
+        assert all(len(leaf.sharding.device_set) == devices for leaf in jax.tree.leaves(state))
         states.append(state)
         figures.append(one)
     counts = np.asarray(whole.learned).sum(axis=(0, 2))
     assert len(set(counts.tolist())) > 1
     for name, value in figures[0].items():
-        np.testing.assert_allclose(value, figures[1][name], rtol=1e-4, err_msg=name)
+        for other in figures[1:]:
+            np.testing.assert_allclose(value, other[name], rtol=1e-4, err_msg=name)
     moved = [
         np.abs(np.asarray(a - b)).max()
         for a, b in zip(*map(jax.tree.leaves, (states[0].head, run.state.head)), strict=True)
@@ -149,9 +154,10 @@ def test_a_step_does_not_depend_on_its_parts(made: Path, tmp_path: Path) -> None
     assert max(moved) > 5e-4
     # Adam's first step divides a gradient by its own size: where that is all rounding, so is the step
     size = [np.asarray(x) for x in jax.tree.leaves(states[0].moments[1].mu)]
-    for first, second, moment in zip(*(jax.tree.leaves(state.head) for state in states), size, strict=True):
+    for first, second, third, moment in zip(*(jax.tree.leaves(state.head) for state in states), size, strict=True):
         sure = np.abs(moment) > 1e-5
-        np.testing.assert_allclose(np.asarray(first)[sure], np.asarray(second)[sure], rtol=0, atol=2e-5)
+        for other in (second, third):
+            np.testing.assert_allclose(np.asarray(first)[sure], np.asarray(other)[sure], rtol=0, atol=2e-5)
     run.close()
 
 
@@ -216,34 +222,46 @@ def test_only_the_head_is_trained_and_exported(finished: Path, made: Path) -> No
     assert (finished.parent / "export" / "tokenizer.json").is_file()
 
 
-def test_resumed_run_equals_an_uninterrupted_one(
-    finished: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped in the middle of a step: the same lines of metrics and the same bits at the end."""
-    out = tmp_path / "cut"
+@pytest.fixture
+def interrupted(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that was stopped in the middle of its sixth step."""
     real, calls = draft_head.head_step, iter(range(100))
 
-    def interrupted(*args: Any) -> Any:
+    def stop(*args: Any) -> Any:
         if next(calls) == 5:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(draft_head, "head_step", interrupted)
-    assert draft_head.main(command(made, out, "init=random")) == 130
+    monkeypatch.setattr(draft_head, "head_step", stop)
+    assert draft_head.main(command(made, tmp_path / "cut", "init=random")) == 130
     monkeypatch.setattr(draft_head, "head_step", real)
-    assert draft_head.main(command(made, out, "init=random")) == 2
-    assert draft_head.main([*command(made, out, "init=random", "--resume"), "seed=1"]) == 2
-    assert draft_head.main(command(made, out, "init=random", "--resume")) == 0
-    assert metrics(out) == metrics(finished)
+    return tmp_path / "cut"
+
+
+def test_resumed_run_equals_an_uninterrupted_one(finished: Path, made: Path, interrupted: Path) -> None:
+    """The same lines of metrics and the same bits at the end."""
+    assert draft_head.main(command(made, interrupted, "init=random")) == 2
+    assert draft_head.main([*command(made, interrupted, "init=random", "--resume"), "seed=1"]) == 2
+    assert draft_head.main(command(made, interrupted, "init=random", "--resume")) == 0
+    assert metrics(interrupted) == metrics(finished)
     states = []
-    for directory in (out, finished):
+    for directory in (interrupted, finished):
         checkpoints = Checkpoints(directory / "checkpoints")
         assert checkpoints.latest == STEPS
-        config = draft_head.load_toml(DraftHeadConfig, Path(CONFIG), command(made, out)[1:-2])
+        config = draft_head.load_toml(DraftHeadConfig, Path(CONFIG), command(made, directory)[1:-2])
         head = weights.load(made / "model", dtype="float32").head
         states.append(checkpoints.restore(HeadState.start(head, config.settings))[0])
         checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_run_goes_on_with_more_devices(finished: Path, made: Path, interrupted: Path) -> None:
+    """Sums over devices round otherwise: figures agree to a part in a thousand."""
+    assert draft_head.main(command(made, interrupted, "init=random", "--resume", "batch.devices=2")) == 0
+    for ours, theirs in zip(metrics(interrupted), metrics(finished), strict=True):
+        assert ours["step"] == theirs["step"]
+        for one, other in zip(scalars(ours), scalars(theirs), strict=True):
+            assert one[0] == other[0] and one[1] == pytest.approx(other[1], rel=1e-3, abs=1e-6), one[0]
 
 
 def test_dry_run_says_what_it_would_do(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,8 +279,9 @@ def test_dry_run_says_what_it_would_do(made: Path, tmp_path: Path, capsys: pytes
     [
         ("loss.kind=mse", "loss.kind='mse' must be one of ce, kl, tv, lk, e2e"),
         ("init=zero", "init='zero' must be one of checkpoint, random"),
-        ("teacher_ids=63", "teacher_ids=63 must be 0, or from the 64 tokens of a part to the model's 8192"),
-        ("chunk_rows=48", "chunk_rows=48 must divide the 64 tokens of a part"),
+        ("teacher_ids=63", "teacher_ids=63 must be 0, or from the 64 tokens of a part on a device to the model's 8192"),
+        ("chunk_rows=48", "chunk_rows=48 must divide the 64 tokens of a part on a device"),
+        ("batch.devices=3", "batch.parts=2 times batch.devices=3 must divide batch.rows=4"),
         ("batch.length=4096", "batch.length=4096 exceeds the model's 512"),
         ("loss.etaa=2", "eta"),
         ("replies=nowhere.jsonl", "nowhere.jsonl"),
