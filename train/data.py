@@ -161,6 +161,26 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def training_beginnings(
+    directory: Path, count: int, length: int, turn: Sequence[int], seed: int
+) -> Iterator[list[int]]:
+    """Up to `count` different training documents in a random order: a conversation up to where the assistant speaks
+    first, behind the tokens `turn`, if that is within `length`; of any other document its first `length` tokens.
+    Documents that end sooner are passed over."""
+    corpus = Corpus.open(directory / "train.bin")
+    seen: set[tuple[int, ...]] = set()
+    for number in np.random.default_rng(seed).permutation(len(corpus.starts) - 1).tolist():
+        ids = corpus.tokens[corpus.starts[number] : corpus.starts[number + 1]][: length + 1].tolist()
+        ends = [i + len(turn) for i in range(len(ids)) if ids[i : i + len(turn)] == list(turn)]
+        size = min([*ends, length])
+        beginning = tuple(ids[:size])
+        if len(ids) > size and beginning not in seen:
+            seen.add(beginning)
+            yield list(beginning)
+            if len(seen) == count:
+                return
+
+
 def held_out_questions(
     directory: Path, count: int, longest: int, turn: Sequence[int]
 ) -> list[tuple[dict[str, Any], list[int]]]:

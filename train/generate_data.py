@@ -7,7 +7,8 @@ meta.json. `--tokenizer DIR` is read if it has a tokenizer.json, and else writte
 
     python -m train.generate_data prompts data/corpus --count 120 --out prompts.jsonl
 
-writes beginnings of held-out documents, as many of each domain, for `infer.generate --prompts`.
+writes beginnings of held-out documents, as many of each domain, for `infer.generate --prompts`; with `--split train` of
+training documents, to have them answered and a head trained on the answers.
 
     python -m train.generate_data judge data/corpus --out infer/judge/data
 
@@ -43,8 +44,11 @@ from mtp import weights
 from mtp.acceptance import LAWS
 from mtp.config import ModelConfig, load_toml
 from train.corpus import CorpusConfig, build
-from train.data import held_out_beginnings, held_out_questions, held_out_texts
+from train.data import held_out_beginnings, held_out_questions, held_out_texts, training_beginnings
 from train.replies import Ask, Stream, read_asks, regenerate
+
+# How the demo model's chat template opens the assistant's turn.
+ASSISTANT = "<|im_start|>assistant\n"
 
 
 def corpus(args: argparse.Namespace) -> None:
@@ -70,20 +74,27 @@ def corpus(args: argparse.Namespace) -> None:
 
 
 def prompts(args: argparse.Namespace) -> None:
-    """Writes one {"prompt"} a line, domain after domain; their counts as one JSON line."""
+    """Writes one {"prompt"} a line, of held-out documents domain after domain; their counts as one JSON line."""
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     counts: Counter[str] = Counter()
+    if args.split == "train":
+        turn = tokenizer.encode(ASSISTANT, add_special_tokens=False)
+        found = training_beginnings(args.corpus, args.count, args.tokens, turn, args.seed)
+        chosen = (("train", tokens) for tokens in found)
+    else:
+        held_out = held_out_beginnings(args.corpus, args.count, args.tokens)
+        chosen = ((document["domain"], tokens) for document, tokens in held_out)
     with args.out.open("w", encoding="utf-8") as file:
-        for document, tokens in held_out_beginnings(args.corpus, args.count, args.tokens):
+        for domain, tokens in chosen:
             file.write(json.dumps({"prompt": tokenizer.decode(tokens)}) + "\n")
-            counts[document["domain"]] += 1
+            counts[domain] += 1
     print(json.dumps({"out": str(args.out), "tokens": args.tokens, "prompts": dict(counts)}))
 
 
 def judge(args: argparse.Namespace) -> None:
     """Writes prompts.jsonl and texts.jsonl, one {"id", "domain", "source", "prompt" or "text"} a line."""
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    turn = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    turn = tokenizer.encode(ASSISTANT, add_special_tokens=False)
     questions = held_out_questions(args.corpus, args.prompts, args.longest, turn)
     texts = held_out_texts(args.corpus, args.texts, tuple(args.lengths))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -181,12 +192,14 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--cache", type=Path, help="where the fetched archives lie (default: OUT/archives)")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the config")
     command.set_defaults(run=corpus)
-    command = commands.add_parser("prompts", help="beginnings of held-out documents, to generate from")
+    command = commands.add_parser("prompts", help="beginnings of documents, to generate from")
     command.add_argument("corpus", type=Path, help="directory that the corpus command wrote")
     command.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     command.add_argument("--count", type=int, default=120, help="prompts in all")
     command.add_argument("--tokens", type=int, default=64, help="tokens of each; shorter documents are passed over")
     command.add_argument("--tokenizer", type=Path, default=Path("mtp/demo"), help="the corpus' tokenizer")
+    command.add_argument("--split", choices=("held-out", "train"), default="held-out", help="whose documents")
+    command.add_argument("--seed", type=int, default=0, help="which training documents")
     command.set_defaults(run=prompts)
     command = commands.add_parser("judge", help="the fixed prompts and texts of the judge")
     command.add_argument("corpus", type=Path, help="directory that the corpus command wrote")

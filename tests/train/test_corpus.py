@@ -184,6 +184,25 @@ def test_prompts_are_beginnings_of_held_out_documents(
     assert sum(summary["prompts"].values()) == len(records)
 
 
+def test_training_prompts_end_where_the_assistant_speaks_or_at_their_length(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    for seed in ("3", "3", "4"):
+        out = tmp_path / f"{len(written)}.jsonl"
+        args = ["--tokenizer", str(built / "tokenizer"), "--count", "12", "--tokens", "40", "--split", "train"]
+        assert generate_data.main(["prompts", str(built), "--out", str(out), *args, "--seed", seed]) == 0
+        written.append([json.loads(line)["prompt"] for line in out.read_text().splitlines()])
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["prompts"] == {"train": len(written[-1])}
+    first, again, other = written
+    assert first == again and first != other and len(set(first)) == len(first) == 12
+    texts = documents(built, "train.bin")
+    assert all(any(text.startswith(prompt) for text in texts) for prompt in first)
+    asked = [prompt for prompt in first + other if prompt.endswith(generate_data.ASSISTANT)]
+    assert asked and all(prompt.count(generate_data.ASSISTANT) == 1 for prompt in asked)
+    assert not any(generate_data.ASSISTANT in prompt for prompt in first + other if prompt not in asked)
+
+
 def test_whole_files_are_held_out(config_path: Path, built: Path) -> None:
     train, val = documents(built, "train.bin"), documents(built, "val.bin")
     assert not set(train) & set(val)
