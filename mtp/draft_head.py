@@ -17,7 +17,7 @@ from mtp.cache import Cache, append, init, keep_recent, set_last_token
 from mtp.config import ModelConfig
 from mtp.layers import Fp8Linear, Linear, RMSNorm
 from mtp.model import DecoderLayer, Qwen35, forward
-from mtp.shapes import Array, Float, Float32, Hidden, LaneMask, PerLane, Tokens
+from mtp.shapes import Array, Float, Float32, Hidden, LaneMask, Logits, PerLane, Tokens
 
 
 class MTPHead(nnx.Module):
@@ -64,8 +64,8 @@ def fp8_head(head: MTPHead, model: Qwen35) -> MTPHead:
 
 
 @jax.jit
-def draft_distance(head: MTPHead, other: MTPHead, model: Qwen35) -> Float32[Array, ""]:
-    """Mean total variation (0..1) between what two heads would draft, temperature 1, over a fixed batch of rows."""
+def probe_logits(head: MTPHead, model: Qwen35) -> Logits:
+    """What a head makes of a fixed batch of 32 rows: [1, 32, V]. Of the trunk, what is around its layers is read."""
     config, size = model.config, 32
     dtype = model.embed_tokens.weight.dtype
     empty = init(
@@ -75,13 +75,15 @@ def draft_distance(head: MTPHead, other: MTPHead, model: Qwen35) -> Float32[Arra
     # rows are as long as the trunk's final norm makes them
     hidden = model.norm(jax.random.normal(jax.random.key(0), (1, size, config.hidden_size), jnp.float32).astype(dtype))
     tokens = jax.random.randint(jax.random.key(1), (1, size), 0, config.vocab_size, jnp.int32)
-    counts = jnp.full((1,), size, jnp.int32)
+    rows, _ = draft_rows(head, model, cache, tokens, hidden, jnp.ones((1,), jnp.int32), jnp.full((1,), size, jnp.int32))
+    return head.logits(model, rows)
 
-    def law(one: MTPHead) -> Array:
-        rows, _ = draft_rows(one, model, cache, tokens, hidden, jnp.ones((1,), jnp.int32), counts)
-        return jax.nn.softmax(one.logits(model, rows), axis=-1)
 
-    return 0.5 * jnp.mean(jnp.sum(jnp.abs(law(head) - law(other)), axis=-1))
+@jax.jit
+def draft_distance(head: MTPHead, other: MTPHead, model: Qwen35) -> Float32[Array, ""]:
+    """Mean total variation (0..1) between what two heads would draft, temperature 1, on the rows of `probe_logits`."""
+    laws = [jax.nn.softmax(probe_logits(one, model), axis=-1) for one in (head, other)]
+    return 0.5 * jnp.mean(jnp.sum(jnp.abs(laws[0] - laws[1]), axis=-1))
 
 
 def draft_rows(

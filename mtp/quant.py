@@ -35,21 +35,39 @@ def dequantise(
     expected = scale_shape(codes.shape, block)
     if scales.shape != expected:
         raise ValueError(f"scales of {codes.shape} in blocks of {block} must be {expected}, got {scales.shape}")
+    return (codes.astype(jnp.float32) * _widen(scales, codes.shape, block)).astype(dtype)
+
+
+def _widen(scales: Float[Array, "o i"], shape: tuple[int, ...], block: tuple[int, int]) -> Float32[Array, "O I"]:
+    """The scale of each weight."""
     wide = scales.astype(jnp.float32)
-    for axis, (size, edge) in enumerate(zip(codes.shape, block, strict=True)):
+    for axis, (size, edge) in enumerate(zip(shape, block, strict=True)):
         wide = jax.lax.slice_in_dim(jnp.repeat(wide, edge, axis=axis), 0, size, axis=axis)
-    return (codes.astype(jnp.float32) * wide).astype(dtype)
+    return wide
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames=("block", "scale_dtype"))
+def quantise(
+    weight: Float[Array, "O I"], *, block: tuple[int, int], scale_dtype: DTypeLike
+) -> tuple[Float[Array, "O I"], Float[Array, "o i"]]:
+    """Codes (float8_e4m3fn) and scales that `dequantise` makes nearly the weight of.
+
+    The largest magnitude of a block becomes the largest code; each weight is off by at most 1/16 of itself, or by 2^-10
+    scales where it is tiny. Codes are made with the scales as rounded.
+    """
+    rows, columns = scale_shape(weight.shape, block)
+    missing = [(0, count * edge - size) for count, edge, size in zip((rows, columns), block, weight.shape, strict=True)]
+    wide = weight.astype(jnp.float32)
+    largest = jnp.pad(jnp.abs(wide), missing).reshape(rows, block[0], columns, block[1]).max(axis=(1, 3))
+    top = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    scales = jnp.where(largest == 0, 1.0, largest / top).astype(scale_dtype)
+    return (wide / _widen(scales, weight.shape, block)).astype(jnp.float8_e4m3fn), scales
+
+
 def quantise_channels(weight: Float[Array, "O I"]) -> tuple[Float[Array, "O I"], Float32[Array, "O"]]:
     """Codes (float8_e4m3fn) and one scale an output channel, so that `codes * scales[:, None]` is near the weight.
 
-    The largest magnitude of a channel becomes the largest code; each weight is off by at most 1/16 of itself, or by
-    2^-10 of that code where it is tiny.
+    As `quantise` in blocks of a channel.
     """
-    wide = weight.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=1)
-    top = float(jnp.finfo(jnp.float8_e4m3fn).max)
-    scales = jnp.where(largest == 0, 1.0, largest / top)
-    return (wide / scales[:, None]).astype(jnp.float8_e4m3fn), scales
+    codes, scales = quantise(weight, block=(1, weight.shape[1]), scale_dtype=jnp.float32)
+    return codes, scales[:, 0]

@@ -7,9 +7,11 @@ Tensors go from disk to the device one by one, and all that is wrong with a chec
     python -m mtp.weights inspect demo
     python -m mtp.weights verify Qwen/Qwen3.5-27B
     python -m mtp.weights export DIR --out OTHER --dtype float32
+    python -m mtp.weights export --head runs/head_demo --into DIR --out OTHER
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -22,7 +24,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,7 +41,7 @@ from jax.typing import DTypeLike
 
 from mtp import quant
 from mtp.config import ModelConfig
-from mtp.draft_head import MTPHead
+from mtp.draft_head import MTPHead, probe_logits
 from mtp.model import Qwen35
 from mtp.sharding import param_sharding
 
@@ -47,6 +49,8 @@ COMPOSITE, TEXT = "model.language_model.", "model."
 LAYOUTS = {"composite": COMPOSITE, "text": TEXT}
 VISION, HEAD, UNEMBED, SCALE = "model.visual.", "mtp.", "lm_head.weight", "_scale_inv"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Of a head that is added to a checkpoint without one.
+HEAD_SHARD = "model-mtp.safetensors"
 # What a checkpoint holds besides its weights: config, tokenizer, chat template, generation defaults, licence.
 SIDE_FILES = ("*.json", "*.txt", "*.jinja", "LICENSE*")
 
@@ -256,6 +260,9 @@ def _file_names(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _block(directory: Path) -> tuple[int, int]:
+    # a head may come alone
+    if not (directory / "config.json").is_file():
+        return Files.block
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     both = (raw, raw.get("text_config") or {})
     found = [part["quantization_config"] for part in both if part.get("quantization_config")]
@@ -567,6 +574,11 @@ class _Piece:
     nbytes: int
     get: Callable[[], np.ndarray]
 
+    @classmethod
+    def of(cls, key: str, stored: Stored) -> Self:
+        """The tensor as it is stored elsewhere."""
+        return cls(key, stored.dtype, stored.shape, stored.nbytes, stored.read_bytes)
+
 
 def to_tensors(loaded: Loaded, layout: str = "composite") -> dict[str, np.ndarray]:
     """Hugging Face names and host arrays of a loaded model: the inverse of `from_tensors`."""
@@ -612,26 +624,32 @@ def export(
         raise CheckpointError(f"{like} is not like this model: its config.json says something else")
     if parent is not None and prefix == COMPOSITE:
         tensors = read_files(parent).tensors
-        pieces += [
-            _Piece(key, stored.dtype, stored.shape, stored.nbytes, stored.read_bytes)
-            for key, stored in tensors.items()
-            if key.startswith(VISION)
-        ]
+        pieces += [_Piece.of(key, stored) for key, stored in tensors.items() if key.startswith(VISION)]
 
+    with _appearing(out_dir) as draft:
+        _write_tensors(pieces, draft, shard_bytes)
+        _write_json(_config_json(loaded, prefix, parent), draft / "config.json")
+        if parent is not None:
+            _copy_side_files(parent, draft)
+    return out_dir
+
+
+@contextlib.contextmanager
+def _appearing(out_dir: Path) -> Iterator[Path]:
+    """A directory to write into: it becomes `out_dir` at the end, or vanishes with the error."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     draft = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.partial")
     draft.mkdir()
     try:
-        _write_tensors(pieces, draft, shard_bytes)
-        config = _config_json(loaded, prefix, parent)
-        (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if parent is not None:
-            _copy_side_files(parent, draft)
+        yield draft
         draft.replace(out_dir)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return out_dir
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_free(out_dir: Path) -> None:
@@ -687,8 +705,12 @@ def _write_tensors(pieces: list[_Piece], directory: Path, shard_bytes: int) -> N
         name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         _write_file(shard, directory / name)
         weight_map |= {piece.key: name for piece in shard}
-    index = {"metadata": {"total_size": sum(piece.nbytes for piece in pieces)}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _write_index(weight_map, sum(piece.nbytes for piece in pieces), directory)
+
+
+def _write_index(weight_map: Mapping[str, str], total_size: int, directory: Path) -> None:
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(index, directory / INDEX)
 
 
 def _write_file(pieces: list[_Piece], path: Path) -> None:
@@ -723,6 +745,197 @@ def _config_json(loaded: Loaded, prefix: str, parent: Path | None) -> dict[str, 
         return {key: value for key, value in outer.items() if key not in stale} | {"text_config": text}
     tie = {"tie_word_embeddings": loaded.config.tie_word_embeddings}
     return {"architectures": ["Qwen3_5ForCausalLM"]} | text | tie
+
+
+def export_head(head: str | Path, into: str | Path, out_dir: str | Path, *, revision: str | None = None) -> list[str]:
+    """Writes the checkpoint `into` anew with a trained head in the place of its own.
+
+    Names, files and dtypes stay those of `into`; a matrix in block-scaled fp8 is quantised again, in the same blocks.
+    Shards without `mtp.*` are hard-linked (copied where that cannot be), everything else is copied byte for byte. A
+    checkpoint without a head gets a shard more, in the dtype of its embedding, and an index and config that tell of it.
+    What was written is read again and compared, the head's logits too, before the directory appears.
+
+    Args:
+      head: a directory with `mtp.*` tensors in safetensors files; or that of a `train.draft_head` run or of its
+        checkpoints, whose best (or newest) head is taken.
+      into, revision: as for `resolve`.
+      out_dir: must not exist or be empty, nor lie in `into`.
+
+    Returns:
+      The names of the shards that were written.
+
+    Raises:
+      CheckpointError: one line: `out_dir` is in use, `into` cannot take a head, the head is not one of this model, or
+        what was written does not read back.
+    """
+    directory, out_dir = resolve(into, revision), Path(out_dir).absolute()
+    _check_free(out_dir)
+    if out_dir.resolve().is_relative_to(directory.resolve()):
+        raise CheckpointError(f"{out_dir} lies inside {into}, which is left as it is; give a directory elsewhere")
+    files, config = read_files(directory), ModelConfig.from_pretrained(directory)
+    with_head = dataclasses.replace(config, num_mtp_layers=1)
+    plan = make_plan(with_head, files)
+    if plan.complaints:
+        _refuse(into, plan.complaints, "`python -m mtp.weights verify` lists everything")
+    if not plan.has_head and any(stored.dtype == FP8 for stored in files.tensors.values()):
+        raise CheckpointError(f"{into} is quantised and has no head to go by; give the release that is not quantised")
+    new = {key: Stored.in_memory(value) for key, value in _as_stored(_read_head(Path(head), with_head), plan).items()}
+    with _appearing(out_dir) as draft:
+        if not config.num_mtp_layers:
+            raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            raw.get("text_config", raw)["mtp_num_hidden_layers"] = 1
+            _write_json(raw, draft / "config.json")
+        written = _write_head(new, files, draft)
+        # After all writing: what is linked must not be written to.
+        for file in directory.iterdir():
+            if file.is_file() and not (draft / file.name).exists():
+                _link(file, draft / file.name)
+        _check_written(files.tensors | new, written, draft)
+        _check_logits(Files(new, plan.block), draft)
+    return written
+
+
+def _refuse(source: str | Path, complaints: Iterable[str], mend: str) -> None:
+    first, *others = complaints
+    raise CheckpointError(f"{source}: {first}{f' (and {len(others)} more)' if others else ''}; {mend}")
+
+
+def _read_head(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Float32 values of a head of this model, by published name."""
+    mend = "give a directory with mtp.* tensors of this model, or a run of train.draft_head"
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; {mend}")
+    if any(path.glob("*.safetensors")):
+        if (path / "config.json").is_file():
+            _check_same_model(path, config)
+        files = read_files(path)
+    else:
+        files = Files({key: Stored.in_memory(value) for key, value in _restore_head(path, mend).items()})
+    plan = make_plan(config, files, jnp.float32)
+    # Of the trunk nothing is needed.
+    complaints = [text for text in plan.complaints if text.startswith(HEAD)]
+    if any(key.startswith(HEAD) for key in files.unreadable):
+        complaints += files.complaints
+    if not plan.has_head:
+        complaints = ["no mtp.* tensors"]
+    if complaints:
+        _refuse(path, complaints, mend)
+    return {entry.key: np.asarray(value) for entry, value in _head_values(plan).items()}
+
+
+def _check_same_model(path: Path, config: ModelConfig) -> None:
+    theirs = ModelConfig.from_pretrained(path)
+    # The rest says nothing about the head.
+    kept = {"num_mtp_layers", "eos_token_ids", "max_position_embeddings"}
+    for name in (field.name for field in dataclasses.fields(config) if field.name not in kept):
+        ours, other = getattr(config, name), getattr(theirs, name)
+        if ours != other:
+            raise CheckpointError(f"{path} is the head of another model: {name} is {other}, {ours} is needed")
+
+
+def _restore_head(path: Path, mend: str) -> dict[str, np.ndarray]:
+    """From an orbax checkpoint of `train.draft_head`: without its optimizer, and without the classes of its state."""
+    # Only here: the import takes a while, and safetensors do not need it.
+    import orbax.checkpoint as ocp
+
+    place = path / "best" if (path / "best").is_dir() else path
+    steps = [int(step.name) for step in place.iterdir() if step.name.isdigit() and (step / "state").is_dir()]
+    if not steps:
+        raise CheckpointError(f"{path} has neither .safetensors files nor a checkpoint of a run; {mend}")
+    state = (place / str(max(steps)) / "state").absolute()
+    try:
+        with ocp.PyTreeCheckpointer() as reader:
+            tree = ocp.PyTreeCheckpointHandler().metadata(state).tree
+            found = {key: leaf for key, leaf in tree.items() if key.startswith(".head.")}
+            how = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in found}
+            wanted = ocp.args.PyTreeRestore(item=found, restore_args=how, partial_restore=True)
+            saved = reader.restore(state, args=wanted)
+    # Whatever a broken checkpoint may come to.
+    except Exception as error:
+        raise CheckpointError(f"{state} cannot be read ({type(error).__name__}); {mend}") from None
+    # ".head.layers[0].mlp.up_proj.weight.value" is "mtp.layers.0.mlp.up_proj.weight"
+    name = lambda key: HEAD + re.sub(r"\[(\d+)\]", r".\1", key.removeprefix(".head.").removesuffix(".value"))  # noqa: E731
+    return {name(key): value for key, value in saved.items()}
+
+
+def _head_values(plan: Plan) -> dict[Entry, jax.Array]:
+    heads = [binding for binding in plan.bindings if binding.entry.key.startswith(HEAD)]
+    return {binding.entry: _place(binding, plan.block, None) for binding in heads}
+
+
+def _as_stored(values: Mapping[str, np.ndarray], plan: Plan) -> dict[str, np.ndarray]:
+    """The head in the dtypes that the checkpoint of `plan` has for it, scales included."""
+    like = {binding.entry.key: binding for binding in plan.bindings}
+    embedding = like[plan.prefix + "embed_tokens.weight"]
+    stored: dict[str, np.ndarray] = {}
+    for key, value in values.items():
+        own = like.get(key, embedding)
+        if own.scales is None:
+            with np.errstate(over="ignore"):
+                stored[key] = value.astype(DTYPES[own.stored.dtype])
+        else:
+            codes, scales = quant.quantise(jnp.asarray(value), block=plan.block, scale_dtype=DTYPES[own.scales.dtype])
+            stored |= {key: np.asarray(codes), key + SCALE: np.asarray(scales)}
+    for key, value in stored.items():
+        if not np.isfinite(value.astype(np.float32)).all():
+            raise CheckpointError(f"{key}: not all values are finite as {value.dtype}; give another head")
+    return stored
+
+
+def _write_head(new: dict[str, Stored], files: Files, draft: Path) -> list[str]:
+    """Writes the shards that hold the head, and the index where one is added; returns their names."""
+    homes = {key: Path(_location(stored)[0]).name for key, stored in files.tensors.items()}
+    names = sorted({home for key, home in homes.items() if key.startswith(HEAD)})
+    if not names:
+        names, homes = [HEAD_SHARD], homes | dict.fromkeys(new, HEAD_SHARD)
+        size = sum(stored.nbytes for stored in (files.tensors | new).values())
+        _write_index(homes, size, draft)
+    for name in names:
+        tensors = {key: stored for key, stored in (files.tensors | new).items() if homes[key] == name}
+        _write_file([_Piece.of(key, stored) for key, stored in tensors.items()], draft / name)
+    return names
+
+
+def _link(source: Path, target: Path) -> None:
+    # Small files are edited by hand, in place; weights are not.
+    if source.suffix == ".safetensors":
+        # across file systems there is no link
+        with contextlib.suppress(OSError):
+            return os.link(source.resolve(), target)
+    shutil.copyfile(source, target)
+
+
+def _check_written(expected: Mapping[str, Stored], shards: list[str], draft: Path) -> None:
+    """Every tensor has its name, shape and dtype, and in the shards that were written its bytes."""
+    found = read_files(draft).tensors
+    for key in sorted(expected.keys() | found.keys()):
+        if key not in found or key not in expected:
+            raise CheckpointError(f"{key}: {'lost' if key in expected else 'came up'} in writing; export it again")
+        ours, theirs = expected[key], found[key]
+        same = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        if same and Path(_location(theirs)[0]).name in shards:
+            same = np.array_equal(ours.read_bytes(), theirs.read_bytes())
+        if not same:
+            raise CheckpointError(f"{key}: reads back otherwise than it was written; export it again")
+
+
+def _check_logits(ours: Files, draft: Path) -> None:
+    """The head loaded from the directory makes the very logits of the one in memory, which is as it is stored."""
+    config, files = ModelConfig.from_pretrained(draft), read_files(draft)
+    embedding = next(stored for key, stored in files.tensors.items() if key.endswith("embed_tokens.weight"))
+    plans = [make_plan(config, one, DTYPES[embedding.dtype]) for one in (files, ours)]
+    heads = [
+        _fill(plan.table.head, {entry.path: value for entry, value in _head_values(plan).items()}) for plan in plans
+    ]
+    # Of the trunk, the head needs embedding, norm and unembedding.
+    trunk: Qwen35 = nnx.merge(*nnx.split(plans[0].table.model))
+    trunk.layers = nnx.List([])
+    ends = [b for b in plans[0].bindings if not b.entry.key.startswith(HEAD) and b.entry.path[0] != "layers"]
+    trunk = _fill(trunk, {binding.entry.path: _place(binding, plans[0].block, None) for binding in ends})
+    found, meant = (np.asarray(probe_logits(head, trunk)) for head in heads)
+    if not np.array_equal(found, meant):
+        worst = np.abs(found - meant).max()
+        raise CheckpointError(f"the head as written makes other logits than the one given, by {worst:g}")
 
 
 def inspect(directory: str | Path) -> dict[str, Any]:
@@ -822,6 +1035,10 @@ def _run(args: argparse.Namespace, console: rich.console.Console) -> tuple[dict[
         console.print(f"{result['tensors']} parameters matched, {', '.join(counts)}", highlight=False)
         for warning in result["warnings"]:
             console.print(f"warning: {warning}", markup=False, highlight=False)
+    elif args.head is not None:
+        shards = export_head(args.head, args.source, args.out, revision=args.revision)
+        result = {"head": str(args.head), "out": str(args.out), "written": shards}
+        _print_rows(console, [(name, str(value)) for name, value in result.items()])
     else:
         result = _run_export(args, directory, console)
     for complaint in result.get("complaints", ()):
@@ -837,11 +1054,13 @@ def _run_export(args: argparse.Namespace, directory: Path, console: rich.console
         task = bar.add_task("reading", total=None)
         loaded = load(
             directory,
-            dtype=args.dtype,
+            dtype=args.dtype or "bfloat16",
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
         bar.update(task, description="writing", total=None)
-        out = export(loaded, args.out, like=directory, layout=args.layout, shard_bytes=args.shard_bytes)
+        out = export(
+            loaded, args.out, like=directory, layout=args.layout, shard_bytes=args.shard_bytes or 5_000_000_000
+        )
     _print_rows(console, [*loaded.report.rows(), ("written to", str(out))])
     return {"out": str(out), "report": dataclasses.asdict(loaded.report)}
 
@@ -852,17 +1071,27 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m mtp.weights", description="Look at, check or rewrite a checkpoint."
     )
     parser.add_argument("command", choices=("inspect", "verify", "export"))
-    parser.add_argument("source", help="a checkpoint directory, a hub id, or demo")
+    parser.add_argument("source", nargs="?", help="a checkpoint directory, a hub id, or demo")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     group = parser.add_argument_group("export")
     group.add_argument("--out", type=Path, help="directory to write, new or empty")
-    group.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    group.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
     group.add_argument("--layout", choices=tuple(LAYOUTS), help="names to write; those that were read if left out")
-    group.add_argument("--shard-bytes", type=int, default=5_000_000_000, help="most bytes of tensors in a file")
+    group.add_argument("--shard-bytes", type=int, help="most bytes of tensors in a file (default: 5,000,000,000)")
+    group = parser.add_argument_group("export of a trained head")
+    group.add_argument("--head", metavar="CKPT", help="mtp.* tensors, or a run of train.draft_head: only they change")
+    group.add_argument("--into", metavar="SOURCE", help="the source, by another name")
     args = parser.parse_args(argv)
+    if (args.source is None) == (args.into is None):
+        parser.error("name the source once: as SOURCE or as --into SOURCE")
+    args.source = args.source or args.into
     if (args.command == "export") != (args.out is not None):
         parser.error("export needs --out DIR" if args.out is None else "--out goes with export only")
+    if args.head is not None and args.command != "export":
+        parser.error("--head goes with export only")
+    if args.head is not None and (args.dtype or args.layout or args.shard_bytes):
+        parser.error("with --head, dtypes, names and shards stay those of the source")
     console = rich.console.Console(quiet=args.json, soft_wrap=True)
     try:
         result, status = _run(args, console)

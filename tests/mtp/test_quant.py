@@ -56,6 +56,23 @@ def test_scales_of_another_shape_are_refused_with_both_shapes():
         quant.dequantise(jnp.asarray(codes), jnp.ones((3, 2), jnp.float32), block=(128, 128), dtype=jnp.float32)
 
 
+@pytest.mark.parametrize("scale_dtype", [np.dtype(np.float32), BF16], ids=str)
+@pytest.mark.parametrize(("shape", "block"), [((130, 257), (128, 128)), ((9, 10), (2, 3))])
+def test_quantise_is_undone_within_half_a_step(shape, block, scale_dtype):
+    rng = np.random.default_rng(3)
+    weight = rng.normal(size=shape).astype(np.float32)
+    weight[: block[0], : block[1]] = 0
+    codes, scales = quant.quantise(jnp.asarray(weight), block=block, scale_dtype=scale_dtype)
+    assert codes.dtype == FP8 and scales.dtype == scale_dtype and scales.shape == quant.scale_shape(shape, block)
+    back = np.asarray(quant.dequantise(codes, scales, block=block, dtype=jnp.float32))
+    # the same code again: what is read from a checkpoint is written back unchanged
+    wide = _twin(np.ones(shape, FP8), np.asarray(scales), block)
+    np.testing.assert_array_equal((back / wide).astype(FP8), codes)
+    # half a step of three mantissa bits, or of the smallest exponent
+    allowed = np.maximum(np.abs(weight) / 16, wide * 2.0**-10)
+    assert (np.abs(back - weight) <= allowed * (1 + 1e-6)).all()
+
+
 def test_channels_are_quantised_to_the_nearest_code_of_their_own_scale():
     rng = np.random.default_rng(1)
     # channels of very different size, one of them zero

@@ -693,6 +693,170 @@ def test_training_D32_a_model_that_is_not_what_its_config_says_is_not_exported(t
     assert not (tmp_path / "out").exists()
 
 
+# A trained head put back
+
+
+HEAD = {key: value for key, value in tiny.tensors(RAW, seed=1).items() if key.startswith("mtp.")}
+TRUNK = {key: value for key, value in TENSORS.items() if not key.startswith("mtp.")}
+
+
+def trained(directory: Path, tensors: dict[str, np.ndarray] = HEAD) -> Path:
+    directory.mkdir()
+    save_file(tensors, directory / "head.safetensors")
+    return directory
+
+
+def stored(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    tensors = weights.read_files(directory).tensors
+    return {key: (one.dtype, one.shape, one.read_bytes().tobytes()) for key, one in tensors.items()}
+
+
+@pytest.mark.parametrize("quantised", ["nothing", "trunk", "all"])
+@pytest.mark.parametrize(("shards", "flat", "prefix"), [(1, True, "model."), (4, False, tiny.COMPOSITE_PREFIX)])
+def test_a_trained_head_replaces_the_one_in_the_shards(tmp_path, capsys, quantised, shards, flat, prefix):
+    """Each tensor keeps its place, shape and dtype; all but the head keep their bytes, whole files by a hard link."""
+    block = (32, 48)
+    parts = {"nothing": {}, "trunk": TRUNK, "all": TENSORS}[quantised]
+    raw = fp8_config(block) if parts else RAW
+    if parts and flat:
+        raw = raw | {"text_config": raw["text_config"] | {"quantization_config": raw["quantization_config"]}}
+    source = tiny.write_checkpoint(
+        tmp_path / "source", raw, TENSORS | quantise(parts, block, BF16), shards=shards, flat_config=flat,
+        prefix=prefix, dtype=BF16, with_vision=not flat,
+    )  # fmt: skip
+    (source / "tokenizer.json").write_text("{}")
+    out = tmp_path / "out"
+    command = ["export", "--head", str(trained(tmp_path / "head")), "--into", str(source), "--out", str(out)]
+    assert weights.main(command) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    before, after = stored(source), stored(out)
+    assert before.keys() == after.keys()
+    for key, (dtype, shape, data) in before.items():
+        assert after[key][:2] == (dtype, shape), key
+        assert (after[key][2] == data) == (not key.startswith("mtp.")), key
+    assert {file.name for file in out.iterdir()} == {file.name for file in source.iterdir()}
+    homes = json.loads((source / weights.INDEX).read_text())["weight_map"] if shards > 1 else {}
+    written = {file for key, file in homes.items() if key.startswith("mtp.")} or {weights.SINGLE}
+    assert set(said["written"]) == written and (shards == 1 or len(written) < shards)
+    for file in source.iterdir():
+        shared = file.suffix == ".safetensors" and file.name not in written
+        assert (out / file.name).samefile(file) == shared
+        assert file.name in written or (out / file.name).read_bytes() == file.read_bytes()
+    expected = {key: value.astype(BF16) for key, value in HEAD.items()}
+    if quantised == "all":
+        codes = quantise(HEAD, block, BF16)
+        # our scales, of all the block, are those of the test, and so then are the codes, but for ties
+        expected |= {key: dequantised(codes, block)[key].astype(BF16) for key in codes if codes[key].dtype == FP8}
+    loaded = weights.load(out)
+    for key, value in expected.items():
+        np.testing.assert_allclose(parameter(loaded, key).astype(np.float32), value.astype(np.float32), rtol=2**-6)
+        if quantised != "all":
+            np.testing.assert_array_equal(parameter(loaded, key), value)
+    # what was put back can be put elsewhere
+    again = tmp_path / "again"
+    assert weights.main(["export", str(source), "--head", str(out), "--out", str(again), "--json"]) == 0
+    if quantised != "all":
+        assert stored(again) == after
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("layers", [0, 1])
+def test_a_checkpoint_without_a_head_gets_one_in_a_shard_of_its_own(tmp_path, shards, layers):
+    raw = RAW | {"text_config": RAW["text_config"] | {"mtp_num_hidden_layers": layers}}
+    source = tiny.write_checkpoint(tmp_path / "source", raw, TRUNK, shards=shards, dtype=BF16)
+    out = tmp_path / "out"
+    assert weights.export_head(trained(tmp_path / "head"), source, out) == [weights.HEAD_SHARD]
+    before, after = stored(source), stored(out)
+    assert {key: after[key] for key in before} == before and after.keys() - before.keys() == HEAD.keys()
+    assert_holds(weights.load(out), HEAD, BF16)
+    assert weights.verify(out)["complaints"] == []
+    for file in source.glob("*.safetensors"):
+        assert (out / file.name).samefile(file)
+    assert json.loads((out / "config.json").read_text())["text_config"] == TEXT_WITH_HEAD
+    index = json.loads((out / weights.INDEX).read_text())
+    assert index["weight_map"]["mtp.fc.weight"] == weights.HEAD_SHARD
+    assert index["metadata"]["total_size"] == sum(len(data) for *_, data in after.values())
+
+
+TEXT_WITH_HEAD = RAW["text_config"]
+
+
+def _without(key: str) -> dict[str, np.ndarray]:
+    return {name: value for name, value in HEAD.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        (None, "head: no such directory; give a directory with mtp.* tensors of this model, or a run of"),
+        ({}, "head has neither .safetensors files nor a checkpoint of a run; give"),
+        (TRUNK, "head: no mtp.* tensors; give"),
+        (_without("mtp.fc.weight"), "head: mtp.fc.weight: missing; give"),
+        (HEAD | {"mtp.norm.weight": np.zeros(64, np.float32)}, "mtp.norm.weight: has shape [64], config.json asks for"),
+        (HEAD | {"mtp.layers.1.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, "up_proj.weight: unexpected; give"),
+        (HEAD | {"mtp.fc.weight": HEAD["mtp.fc.weight"] + np.inf}, "mtp.fc.weight: not all values are finite as"),
+        (tiny.tensors(tiny.CONFIGS["wide_values"]), "head: mtp.fc.weight: has shape [80, 160], config.json asks for"),
+        ("wide_values", "head is the head of another model: vocab_size is 300, 384 is needed"),
+    ],
+)  # fmt: skip
+def test_what_is_no_head_of_this_model_is_said_in_one_line_and_nothing_is_left(tmp_path, capsys, head, told):
+    source = tiny.write_checkpoint(tmp_path / "source", RAW, TENSORS, shards=3, dtype=BF16)
+    if isinstance(head, str):
+        tiny.write_checkpoint(tmp_path / "head", tiny.CONFIGS[head], tiny.tensors(tiny.CONFIGS[head]))
+    elif head:
+        trained(tmp_path / "head", head)
+    elif head is not None:
+        (tmp_path / "head").mkdir()
+    kept, files = stored(source), set(tmp_path.iterdir())
+    command = ["export", str(source), "--head", str(tmp_path / "head"), "--out", str(tmp_path / "out")]
+    assert weights.main(command) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and told in error and error.count("\n") == 1
+    assert stored(source) == kept and set(tmp_path.iterdir()) == files
+
+
+def test_a_source_that_can_take_no_head_and_a_place_in_use_are_refused(tmp_path, capsys):
+    source = tiny.write_checkpoint(tmp_path / "source", RAW, TENSORS)
+    head = trained(tmp_path / "head")
+    quantised = fp8_config((128, 128))
+    bare = tiny.write_checkpoint(tmp_path / "fp8", quantised, quantise(TRUNK, (128, 128), BF16), dtype=BF16)
+    broken = tiny.write_checkpoint(tmp_path / "broken", RAW, _without("mtp.norm.weight") | TRUNK)
+    for into, out, told in (
+        (source, head, "exists and is not empty"),
+        (source, source / "new", "lies inside"),
+        (bare, tmp_path / "out", "is quantised and has no head to go by; give the release that is not quantised"),
+        (broken, tmp_path / "out", "mtp.norm.weight: missing; `python -m mtp.weights verify` lists everything"),
+    ):
+        assert weights.main(["export", str(into), "--head", str(head), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"source", "head", "fp8", "broken"}
+    for wrong in (["export", "--head", "x", "--out", "y"], ["export", "a", "--into", "b", "--head", "x", "--out", "y"]):
+        with pytest.raises(SystemExit, match="2"):
+            weights.main(wrong)
+        assert "name the source once" in capsys.readouterr().err
+
+
+def test_what_does_not_read_back_as_it_was_written_is_named_and_removed(tmp_path, monkeypatch):
+    source = tiny.write_checkpoint(tmp_path / "source", RAW, TENSORS, shards=3, dtype=BF16)
+    head, write = trained(tmp_path / "head"), weights._write_file
+
+    def harmful(pieces, path):
+        harm = {"mtp.norm.weight": lambda piece: np.zeros(piece.nbytes, np.uint8)}
+        harmed = [dataclasses.replace(one, get=lambda one=one: harm[one.key](one)) for one in pieces if one.key in harm]
+        write([one for one in pieces if one.key not in harm] + harmed, path)
+
+    monkeypatch.setattr(weights, "_write_file", harmful)
+    with pytest.raises(weights.CheckpointError, match="^mtp.norm.weight: reads back otherwise than it was written"):
+        weights.export_head(head, source, tmp_path / "out")
+    monkeypatch.setattr(weights, "_write_file", write)
+    drafts = iter((0.0, 0.5))
+    monkeypatch.setattr(weights, "probe_logits", lambda head, trunk: jnp.full((1, 2, 3), next(drafts)))
+    with pytest.raises(weights.CheckpointError, match="makes other logits than the one given, by 0.5"):
+        weights.export_head(head, source, tmp_path / "out")
+    assert {file.name for file in tmp_path.iterdir()} == {"source", "head"}
+
+
 # The command
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,30 @@ def test_only_the_head_is_trained_and_exported(finished: Path, made: Path) -> No
     pairs = zip(jax.tree.leaves(after.head), jax.tree.leaves(before.head), strict=True)
     assert all(not np.array_equal(a, b) for a, b in pairs)
     assert (finished.parent / "export" / "tokenizer.json").is_file()
+
+
+def test_a_run_is_as_good_as_its_export_to_put_its_head_back(finished: Path, made: Path, tmp_path: Path) -> None:
+    """From the run's directory, its `best` and its export: the same files, of which the trunk's have not changed."""
+    sources = (finished, finished / "best", finished.parent / "export")
+    outs = [tmp_path / str(number) for number in range(len(sources))]
+    for source, out in zip(sources, outs, strict=True):
+        assert weights.export_head(source, made / "model", out) == [weights.SINGLE]
+    first, *others = (weights.load(out, dtype="float32") for out in outs)
+    exported = weights.load(sources[-1], dtype="float32")
+    for one in (*others, exported):
+        jax.tree.map(np.testing.assert_array_equal, (first.model, first.head), (one.model, one.head))
+    # the newest checkpoint is that of the last step
+    weights.export_head(finished / "checkpoints", made / "model", tmp_path / "newest")
+    assert weights.load(tmp_path / "newest").head is not None
+
+
+def test_a_broken_checkpoint_of_a_run_is_named(finished: Path, made: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(finished / "best", tmp_path / "best")
+    for file in broken.rglob("_METADATA"):
+        file.write_text("{")
+    with pytest.raises(weights.CheckpointError, match="state cannot be read .*; give a directory with mtp"):
+        weights.export_head(broken, made / "model", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [broken]
 
 
 @pytest.fixture
