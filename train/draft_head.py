@@ -1,19 +1,21 @@
-"""Trains the draft head of a frozen model on the model's own replies.
+"""Trains the draft head of a frozen model: on the model's own replies, best, or on conversations and texts.
 
     python -m train.generate_data replies prompts.jsonl --model demo --temperature 1 --out replies.jsonl
-    python -m train.draft_head configs/train/head_demo.toml replies=replies.jsonl --export runs/head/export
+    python -m train.draft_head configs/train/head_demo.toml data.path=replies.jsonl --export runs/head/export
+    python -m train.draft_head configs/train/head_demo.toml data.path=chats.jsonl data.learn_thinking=false --dry-run
     python -m train.draft_head configs/train/head_demo.toml loss.kind=e2e steps=500 --out runs/e2e
     python -m train.draft_head configs/train/head_demo.toml --resume
 
-The run's directory gets metrics.jsonl and the same figures for TensorBoard, the resolved config.json, the newest
-checkpoints, and in `best` the one with the longest expected verify step on held-out prompts, which is what `--export`
-writes. The last line on stdout is one JSON object.
+The run's directory gets metrics.jsonl and the same figures for TensorBoard, the resolved config.json with hashes of
+data, tokenizer and chat template, the newest checkpoints, and in `best` the one with the longest expected verify step
+on held-out prompts, which is what `--export` writes. The last line on stdout is one JSON object.
 """
 
 import argparse
 import dataclasses
 import json
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,23 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer
 
 from mtp import weights
 from mtp.config import ModelConfig, load_toml
 from mtp.draft_head import MTPHead
 from mtp.shapes import Array, Float32
 from train.checkpoint import Checkpoints
+from train.head_data import HeadBatch, open_data
 from train.head_step import HeadSettings, HeadState, Sums, head_step, head_sums
 from train.loop import Extent, Loop
 from train.losses import HeadLoss
 from train.metrics import Metrics, check_same
 from train.pretrain import provenance
-from train.reply_data import HeadBatch, open_replies
+from train.sequences import DataSettings, Reader
 from train.step import OptimizerSettings
 
+# Tokens of a sample that a dry run prints.
+SHOWN = 200
 INITS = ("checkpoint", "random")
 
 
@@ -57,7 +61,6 @@ class DraftHeadConfig:
 
     name: str
     model: str  # checkpoint directory, hub id or demo
-    replies: Path  # made by `train.generate_data replies` with this model
     init: str  # of the head: "checkpoint" or "random"
     dtype: str  # of trunk and activations
     seed: int
@@ -67,11 +70,11 @@ class DraftHeadConfig:
     chunk_rows: int  # rows whose logits exist at a time
     teacher_ids: int  # tokens that the losses look at, those the model gives most to; 0 for all, which is exact
     remat: bool  # recompute each depth in the backward pass: slower, and less memory
-    held_out_fraction: float  # of the prompts
     log_every: int
     eval_every: int  # steps; there is always one before the first and after the last
     save_minutes: float  # there is always one at the end
     wandb_project: str  # empty: none
+    data: DataSettings
     batch: RowSettings
     optimizer: OptimizerSettings
     loss: HeadLoss
@@ -112,7 +115,10 @@ class DraftHeadConfig:
                 f"teacher_ids={self.teacher_ids} must be 0, or from the {part} tokens of a part on a device to the "
                 f"model's {model.vocab_size}",
             ),
-            (not 0 < self.held_out_fraction < 1, f"held_out_fraction={self.held_out_fraction} must be inside (0, 1)"),
+            (
+                not 0 < self.data.held_out_fraction < 1,
+                f"data.held_out_fraction={self.data.held_out_fraction} must be inside (0, 1)",
+            ),
             (not 1 <= self.num_depths <= 8, f"num_depths={self.num_depths} must be from 1 to 8"),
             (self.steps < 1, f"steps={self.steps} must be at least 1"),
         ):
@@ -125,13 +131,15 @@ class Run:
 
     def __init__(self, config: DraftHeadConfig, out: Path, resume: bool) -> None:
         directory = weights.resolve(config.model)
-        config.check(ModelConfig.from_pretrained(directory))
+        model = ModelConfig.from_pretrained(directory)
+        config.check(model)
         if not resume and out.exists() and any(out.iterdir()):
             raise ValueError(f"{out} is not empty; add --resume to go on with that run, or give another --out")
         self.config, self.out = config, out
-        self.train_replies, self.held_out, self.num_empty = open_replies(
-            config.replies, config.batch.length, config.held_out_fraction
-        )
+        self.reader = Reader.open(directory, model, config.data, config.batch.length)
+        self.data = open_data(self.reader)
+        # a resumed run must agree with all of it
+        self.settings = config.to_json() | self.reader.hashes | {"data_sha256": self.data.sha256}
         loaded = weights.load(directory, dtype=config.dtype)
         self.loaded = dataclasses.replace(loaded, model=config.settings.place(loaded.model))
         head = self.loaded.head
@@ -150,30 +158,30 @@ class Run:
         self.best_checkpoint = Checkpoints(out / "best", kept=1)
         if resume:
             self._resume()
-        (out / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+        (out / "config.json").write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
 
     def _resume(self) -> None:
         self.state, run = self.checkpoints.restore(self.state)
         # a run may go on with more devices, or fewer
-        ours, saved = ({**c, "batch": {**c["batch"], "devices": 0}} for c in (self.config.to_json(), run["config"]))
+        ours, saved = ({**c, "batch": {**c["batch"], "devices": 0}} for c in (self.settings, run["config"]))
         check_same(ours, saved, self.out)
         self.best, self.extent = tuple(run["best"]), Extent(**run["extent"])
         self.metrics.forget_after(int(self.state.step))
 
     def save(self) -> None:
         """A checkpoint of this moment."""
-        run = {"config": self.config.to_json(), "best": list(self.best), "extent": dataclasses.asdict(self.extent)}
+        run = {"config": self.settings, "best": list(self.best), "extent": dataclasses.asdict(self.extent)}
         self.checkpoints.save(self.state, run)
 
     def batch(self, step: int) -> HeadBatch:
         """The training batch that follows `step` done ones."""
         shape = self.config.batch
-        return self.config.settings.spread(self.train_replies.batch(self.config.seed, step, shape.rows, shape.parts))
+        return self.config.settings.spread(self.data.train.batch(self.config.seed, step, shape.rows, shape.parts))
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out figures of the head as it is; keeps it if it is the best so far."""
         config, sums = self.config, None
-        for batch in self.held_out.batches(config.batch.rows // config.batch.parts):
+        for batch in self.data.held_out.batches(config.batch.rows // config.batch.parts):
             one = head_sums(self.state.head, self.loaded.model, config.settings.spread(batch), config.settings)
             sums = one if sums is None else jax.tree.map(jnp.add, sums, one)
         assert sums is not None
@@ -216,8 +224,17 @@ def _plain(sums: Sums) -> dict[str, Any]:
     return {name: np.asarray(value).tolist() for name, value in sums.figures().items()}
 
 
+def _coloured(reader: Reader, tokens: np.ndarray, learned: np.ndarray) -> Text:
+    """Their text; whole runs are decoded, since a character may take several tokens."""
+    text = Text()
+    for own, run in groupby(zip(tokens, learned, strict=False), key=lambda one: bool(one[1])):
+        text.append(reader.tokenizer.decode([int(token) for token, _ in run]), style="bold green" if own else "dim")
+    return text
+
+
 def dry_run(run: Run, console: Console) -> dict[str, Any]:
-    """Shapes, sizes, and a row as the model reads it, what is learned in colour; nothing is trained."""
+    """Shapes, sizes, what became of the lines, and a row and a conversation as the model reads them, what is learned in
+    colour; nothing is trained."""
     config, model = run.config, run.loaded.config
     batch = run.batch(0)
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.head))
@@ -232,18 +249,20 @@ def dry_run(run: Run, console: Console) -> dict[str, Any]:
         "logits_gib": 2 * logits / 2**30,
         "batch": list(batch.tokens.shape),
         "learned_tokens": int(jnp.sum(batch.learned)),
-        "training_sequences": len(run.train_replies.sequences),
-        "held_out_sequences": len(run.held_out.sequences),
-        "empty_lines": run.num_empty,
+        "training_sequences": len(run.data.train.sequences),
+        "held_out_sequences": len(run.data.held_out.sequences),
+        "data": dataclasses.asdict(run.data.counts),
     }
-    tokenizer = AutoTokenizer.from_pretrained(weights.resolve(config.model))
-    text = Text()
     ids, learned = np.asarray(batch.tokens[0, 0]), np.asarray(batch.learned[0, 0])
-    for token, own, document in zip(ids[:200], learned, np.asarray(batch.documents[0, 0]), strict=False):
-        if document >= 0:
-            text.append(tokenizer.decode([int(token)]), style="bold green" if own else "dim")
+    ids = ids[np.asarray(batch.documents[0, 0]) >= 0][:SHOWN]
     console.print(f"a part is {rows} rows of {config.batch.length} tokens; row 0 begins (learned tokens in green):")
-    console.print(text)
+    console.print(_coloured(run.reader, ids, learned))
+    sequences = (*run.data.train.sequences, *run.data.held_out.sequences)
+    chat = next((one for one in sequences if one.kind == "conversation"), None)
+    if chat is not None:
+        begin = max(0, int(chat.learned.argmax()) - SHOWN // 2)
+        console.print("a conversation, around where the assistant begins:")
+        console.print(_coloured(run.reader, chat.tokens[begin : begin + SHOWN], chat.learned[begin:]))
     for name, value in size.items():
         console.print(f"  {name}: {value}")
     return size
@@ -290,6 +309,7 @@ def main(argv: list[str] | None = None) -> int:
     length, step = run.best
     said = {"name": config.name, "out": str(run.out), "steps": int(run.state.step), "tokens_per_second": speed}
     said |= {"best_step": step, "expected_length": length, "export": None if args.export is None else str(args.export)}
+    said |= {"data": dataclasses.asdict(run.data.counts)}
     print(json.dumps(said | provenance()))
     return 0
 

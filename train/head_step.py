@@ -20,8 +20,8 @@ from mtp.draft_head import MTPHead
 from mtp.model import Qwen35, forward_documents
 from mtp.shapes import Array, Bool, Float32, Int32
 from mtp.sharding import make_mesh
+from train.head_data import HeadBatch
 from train.losses import HeadLoss, RowScores, score_rows, score_rows_within
-from train.reply_data import HeadBatch
 from train.step import OptimizerSettings
 from train.unroll import Packing, align, same_document, unroll
 

@@ -17,10 +17,11 @@ from train import draft_head
 from train.checkpoint import Checkpoints
 from train.data import PADDING
 from train.draft_head import DraftHeadConfig, Run
+from train.head_data import HeadBatch, HeadData, open_data
 from train.head_step import HeadState, head_step
 from train.loop import TIMINGS
 from train.metrics import scalars
-from train.reply_data import HeadBatch, open_replies
+from train.sequences import DataSettings, Reader
 
 CONFIG = "configs/train/head_demo.toml"
 STEPS, LENGTH = 8, 32
@@ -43,8 +44,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(made: Path, out: Path, *more: str) -> list[str]:
-    settings = [f"model={made / 'model'}", f"replies={made / 'replies.jsonl'}", f"steps={STEPS}", "log_every=1"]
-    settings += ["batch.rows=4", "batch.parts=2", f"batch.length={LENGTH}", "chunk_rows=32", "held_out_fraction=0.2"]
+    settings = [f"model={made / 'model'}", f"data.path={made / 'replies.jsonl'}", f"steps={STEPS}", "log_every=1"]
+    settings += [
+        "batch.rows=4",
+        "batch.parts=2",
+        f"batch.length={LENGTH}",
+        "chunk_rows=32",
+        "data.held_out_fraction=0.2",
+    ]
     settings += ["eval_every=4", "save_minutes=0", "optimizer.warmup_steps=2", "optimizer.learning_rate=0.003"]
     return [CONFIG, *settings, "--out", str(out), *more]
 
@@ -64,13 +71,20 @@ def finished(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Data
 
 
+def opened(made: Path, fraction: float = 0.2) -> HeadData:
+    settings = DataSettings(made / "replies.jsonl", fraction, learn_thinking=True, learn_end_of_turn=True)
+    return open_data(Reader.open(made / "model", small_models.config(), settings, LENGTH))
+
+
 def test_replies_are_packed_whole_and_split_by_prompt(made: Path) -> None:
-    train, held_out, empty = open_replies(made / "replies.jsonl", LENGTH, 0.2)
-    assert empty == 1 and len(train.sequences) + len(held_out.sequences) == 61
+    data = opened(made)
+    train, held_out, counts = data.train, data.held_out, data.counts
+    assert len(train.sequences) + len(held_out.sequences) == counts.done == counts.lines - 1 == 61
+    assert counts.refused["nothing learned"] == 1
     lengths = [len(one.tokens) for one in (*train.sequences, *held_out.sequences)]
     assert max(lengths) == LENGTH  # the long one is cut
     # both replies to a prompt are on one side: prompts are told apart by their tokens
-    sides = [{one.tokens[: one.prompt_tokens].tobytes() for one in part.sequences} for part in (train, held_out)]
+    sides = [{one.tokens[: one.learned.argmax()].tobytes() for one in part.sequences} for part in (train, held_out)]
     assert not sides[0] & sides[1] and held_out.sequences
     seen = []
     for batch in held_out.batches(3):
@@ -82,13 +96,20 @@ def test_replies_are_packed_whole_and_split_by_prompt(made: Path) -> None:
                 seen.append((tokens[row][here].tolist(), int(learned[row][here].sum())))
                 # the reply is the sequence's end
                 assert not (np.diff(learned[row][here].astype(int)) < 0).any()
-    assert seen == [(one.tokens.tolist(), len(one.tokens) - one.prompt_tokens) for one in held_out.sequences]
+    assert seen == [(one.tokens.tolist(), int(one.learned.sum())) for one in held_out.sequences]
+    # every reply is learned from its first token to its last, cut where the sequence is
+    lines = [json.loads(line) for line in (made / "replies.jsonl").read_text().splitlines()]
+    expected = {
+        (*line["prompt_token_ids"], *line["token_ids"])[:LENGTH]: len(line["prompt_token_ids"]) for line in lines
+    }
+    for one in (*train.sequences, *held_out.sequences):
+        prompt = expected[tuple(one.tokens.tolist())]
+        assert one.learned.tolist() == [place >= prompt for place in range(len(one.tokens))]
 
 
 def test_a_batch_is_a_function_of_seed_and_step(made: Path) -> None:
     """An epoch shows every sequence once, the next in another order; parts only cut the batch up."""
-    replies, _, _ = open_replies(made / "replies.jsonl", LENGTH, 0.2)
-    again, _, _ = open_replies(made / "replies.jsonl", LENGTH, 0.2)
+    replies, again = opened(made).train, opened(made).train
     later = [replies.batch(3, step, 4) for step in (7, 2)]
     np.testing.assert_array_equal(again.batch(3, 2, 4).tokens, later[1].tokens)
     assert not np.array_equal(again.batch(4, 2, 4).tokens, later[1].tokens)
@@ -105,19 +126,6 @@ def test_a_batch_is_a_function_of_seed_and_step(made: Path) -> None:
         replies.batch(3, 0, 4, parts=3)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"token_ids": [1]}\n', "line 1 is no reply of `train.generate_data replies`"),
-        ('{"id": "a", "prompt_token_ids": [1], "token_ids": [1, 2, 3]}\n', "leaves no .* sequence of 32 tokens"),
-    ],
-)
-def test_a_file_that_can_not_be_learned_from_is_named(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "in.jsonl").write_text(text)
-    with pytest.raises(ValueError, match="in.jsonl " + message):
-        open_replies(tmp_path / "in.jsonl", LENGTH, 0.5)
-
-
 # A step
 
 
@@ -132,7 +140,7 @@ def test_a_step_does_not_depend_on_its_parts_and_devices(made: Path, tmp_path: P
     figures and the same step, within float32's rounding."""
     run = start(made, tmp_path, "init=random")
     fresh = lambda: jax.tree.map(jnp.copy, run.state)  # noqa: E731
-    whole = run.train_replies.batch(0, 0, 4)
+    whole = run.data.train.batch(0, 0, 4)
     rate = jnp.float32(1e-3)
     states, figures = [], []
     for parts, devices in ((1, 1), (4, 1), (2, 2)):
@@ -164,7 +172,7 @@ def test_a_step_does_not_depend_on_its_parts_and_devices(made: Path, tmp_path: P
 
 def test_a_batch_without_anything_to_learn_changes_nothing(made: Path, tmp_path: Path) -> None:
     run = start(made, tmp_path)
-    batch = run.train_replies.batch(0, 0, 4, parts=2)
+    batch = run.data.train.batch(0, 0, 4, parts=2)
     nothing = HeadBatch(batch.tokens, batch.documents, jnp.zeros_like(batch.learned))
     before = jax.tree.map(np.asarray, run.state)
     after, figures = head_step(run.state, run.loaded.model, nothing, jnp.float32(1.0), run.config.settings)
@@ -177,7 +185,7 @@ def test_a_step_among_all_tokens_is_the_exact_step_and_among_few_says_what_it_co
     made: Path, tmp_path: Path
 ) -> None:
     run = start(made, tmp_path)
-    batch = run.train_replies.batch(0, 0, 4, parts=2)
+    batch = run.data.train.batch(0, 0, 4, parts=2)
     figures = {}
     for teacher_ids in (0, 8192, 512):
         settings = dataclasses.replace(run.config.settings, teacher_ids=teacher_ids)
@@ -295,8 +303,56 @@ def test_dry_run_says_what_it_would_do(made: Path, tmp_path: Path, capsys: pytes
     size = json.loads(said.out.splitlines()[-1])
     head = weights.load(made / "model", dtype="float32").head
     assert size["trained_parameters"] == sum(leaf.size for leaf in jax.tree.leaves(head))
-    assert size["batch"] == [2, 2, LENGTH] and 0 < size["learned_tokens"] < 4 * LENGTH and size["empty_lines"] == 1
+    assert size["batch"] == [2, 2, LENGTH] and 0 < size["learned_tokens"] < 4 * LENGTH
+    assert (size["data"]["lines"], size["data"]["done"]) == (62, 61) and "a conversation" not in said.err
     assert "learned tokens in green" in said.err
+
+
+def test_conversations_and_texts_train_too_and_a_resumed_run_needs_the_same(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever would change the data is refused: another file, template, tokenizer or switch."""
+    model, out, data = tmp_path / "model", tmp_path / "out", tmp_path / "mixed.jsonl"
+    shutil.copytree(made / "model", model)
+    turns = [{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "A lighthouse \U0001f600."}]
+    mixed = [{"id": number, "messages": turns} for number in range(9)]
+    mixed += [{"text": f"The city of {number}."} for number in range(9)]
+    mixed.append({"messages": turns[:1]})
+    replies = (made / "replies.jsonl").read_text()
+    data.write_text(replies + "".join(json.dumps(line) + "\n" for line in mixed))
+
+    def run(*more: str) -> tuple[int, dict[str, Any], str]:
+        changed = [f"model={model}", f"data.path={data}", "steps=1", *more]
+        status = draft_head.main([*command(made, out), *changed])
+        said = capsys.readouterr()
+        return status, json.loads(said.out.splitlines()[-1]) if said.out else {}, said.err
+
+    status, size, shown = run("--dry-run", "--out", str(tmp_path / "dry"))
+    assert status == 0 and "a conversation, around where the assistant begins" in shown
+    assert "A lighthouse \U0001f600.<|im_end|>" in shown and "nothing learned" in shown
+    status, said, _ = run()
+    assert status == 0 and said["data"] == size["data"]
+    assert (said["data"]["lines"], said["data"]["done"]) == (81, 79)
+    assert said["data"]["refused"] == {"nothing learned": 2, "everything learned": 0, "cut away": 0}
+    assert run("--resume")[0] == 0
+    status, _, error = run("--resume", "data.learn_end_of_turn=false")
+    assert status == 2 and ": data differ from" in error
+    for file, names, change in (
+        (data, "data_sha256", lambda text: text + json.dumps({"text": "One more line of it."}) + "\n"),
+        (model / "chat_template.jinja", "template_sha256", lambda text: text + "{# #}"),
+        (
+            model / "tokenizer.json",
+            "tokenizer_sha256",
+            lambda text: text.replace('"!":0', '"!":1').replace('"\\"":1', '"\\"":0'),
+        ),
+    ):
+        before = file.read_text()
+        file.write_text(change(before))
+        assert change(before) != before
+        status, _, error = run("--resume")
+        assert status == 2 and f": {names} differ from" in error
+        file.write_text(before)
+    assert run("--resume")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -309,7 +365,9 @@ def test_dry_run_says_what_it_would_do(made: Path, tmp_path: Path, capsys: pytes
         ("batch.devices=3", "batch.parts=2 times batch.devices=3 must divide batch.rows=4"),
         ("batch.length=4096", "batch.length=4096 exceeds the model's 512"),
         ("loss.etaa=2", "eta"),
-        ("replies=nowhere.jsonl", "nowhere.jsonl"),
+        ("data.path=nowhere.jsonl", "nowhere.jsonl"),
+        ("data.learn_thoughts=true", "learn_thinking"),
+        ("data.held_out_fraction=1.0", "data.held_out_fraction=1.0 must be inside (0, 1)"),
     ],
 )
 def test_a_wrong_setting_is_named(

@@ -1,15 +1,13 @@
-"""Batches of the target's own replies: packed rows of whole sequences, each a pure function of (seed, step).
+"""Batches of replies, conversations and texts: packed rows of whole sequences, each a pure function of (seed, step).
 
-What is learned are the reply's tokens; the prompt is only read. Too long a sequence is cut, never dropped. Held out are
-prompts, with all replies to them.
+What is learned of a line, `train.sequences` says. Too long a sequence is cut, never dropped; one without anything to
+learn is counted. Held out are prompts, with all replies to them.
 """
 
 import functools
 import hashlib
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ import numpy as np
 
 from mtp.shapes import Array, Bool, Int32, Tokens
 from train.data import PADDING
+from train.sequences import Reader, Refusal, Sequence
 
 
 @jax.tree_util.register_dataclass
@@ -27,20 +26,12 @@ class HeadBatch:
     tokens: Tokens
     # which sequence a token belongs to; PADDING where there is none
     documents: Int32[Array, "B T"]
-    # tokens that the target wrote
+    # tokens to predict: those that the assistant wrote, or a text's
     learned: Bool[Array, "B T"]
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """A prompt and its reply."""
-
-    tokens: np.ndarray  # int32
-    prompt_tokens: int
-
-
 @dataclass(frozen=True, eq=False)
-class Replies:
+class Sequences:
     """Sequences, cut to `length`, and how they fill rows of it."""
 
     sequences: tuple[Sequence, ...]
@@ -75,7 +66,7 @@ class Replies:
         return rows[number]
 
     # all epochs: a row's number says nothing without those before it
-    @functools.cache  # noqa: B019 (the replies live as long as the run)
+    @functools.cache  # noqa: B019 (the sequences live as long as the run)
     def _epoch(self, seed: int, epoch: int) -> list[tuple[int, ...]]:
         order = np.random.default_rng([seed, epoch]).permutation(len(self.sequences))
         return _pack(self.sequences, order.tolist(), self.length)
@@ -90,7 +81,7 @@ class Replies:
                 one = self.sequences[member]
                 end = place + len(one.tokens)
                 tokens[row, place:end], documents[row, place:end] = one.tokens, number
-                learned[row, place + one.prompt_tokens : end] = True
+                learned[row, place:end] = one.learned
                 place = end
         return HeadBatch(jnp.asarray(tokens), jnp.asarray(documents), jnp.asarray(learned))
 
@@ -109,30 +100,63 @@ def _pack(sequences: tuple[Sequence, ...], order: "range | list[int]", length: i
     return [tuple(row) for row in rows]
 
 
-def open_replies(path: Path, length: int, held_out_fraction: float) -> tuple[Replies, Replies, int]:
-    """Training and held-out replies of `train.generate_data replies`, and how many lines had nothing to learn.
+def _none() -> dict[str, int]:
+    return {reason.value: 0 for reason in Refusal}
+
+
+@dataclass
+class Counts:
+    """What has become of the file's lines: `done` and `refused` together are all of them."""
+
+    lines: int = 0
+    done: int = 0
+    # by reason; of a conversation, the first turn's
+    refused: dict[str, int] = field(default_factory=_none)
+    # turns of lines that are done
+    refused_turns: dict[str, int] = field(default_factory=_none)
+
+
+@dataclass(frozen=True)
+class HeadData:
+    """A file of training data."""
+
+    train: Sequences
+    held_out: Sequences
+    counts: Counts
+    sha256: str  # of the file
+
+
+def open_data(reader: Reader) -> HeadData:
+    """The sequences of the reader's file, in its order.
 
     Raises:
-        ValueError, OSError: no such file, a line of another kind, or a part without a sequence.
+        ValueError, OSError: no such file, a line that `Reader.read` refuses, or a part without a sequence.
     """
+    path, settings = reader.settings.path, reader.settings
     parts: tuple[list[Sequence], list[Sequence]] = ([], [])
-    empty = 0
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    counts, digest = Counts(), hashlib.sha256()
+    with path.open("rb") as file:
+        for counts.lines, line in enumerate(file, 1):
+            digest.update(line)
             try:
-                record = json.loads(line)
-                prompt, reply, name = record["prompt_token_ids"], record["token_ids"], str(record["id"])
-                tokens = np.asarray([*prompt, *reply], np.int32)[:length]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path.name} line {number} is no reply of `train.generate_data replies`") from None
-            # a chain of one draft needs its anchor's next token and the one behind it in the reply
-            if len(tokens) < len(prompt) + 2:
-                empty += 1
-                continue
+                name, made = reader.read(line)
+            except ValueError as error:
+                raise ValueError(f"{path.name} line {counts.lines}: {error}") from None
+            kept = [one for one in made if isinstance(one, Sequence)]
+            refused = [one for one in made if isinstance(one, Refusal)]
+            if kept:
+                counts.done += 1
+                for reason in refused:
+                    counts.refused_turns[reason] += 1
+            else:
+                counts.refused[refused[0]] += 1
             drawn = int.from_bytes(hashlib.blake2s(name.encode()).digest()[:4], "little") / 2**32
-            parts[drawn < held_out_fraction].append(Sequence(tokens, len(prompt)))
-    for part, name in zip(parts, ("training", "held-out"), strict=True):
+            parts[drawn < settings.held_out_fraction].extend(kept)
+    for part, which in zip(parts, ("training", "held-out"), strict=True):
         if not part:
-            raise ValueError(f"{path.name} leaves no {name} sequence of {length} tokens: more prompts are needed")
-    train, held_out = (Replies(tuple(part), length) for part in parts)
-    return train, held_out, empty
+            raise ValueError(
+                f"{path.name} leaves no {which} sequence of {reader.length} tokens: more prompts are needed "
+                f"({counts.lines} lines, refused: {counts.refused})"
+            )
+    train, held_out = (Sequences(tuple(part), reader.length) for part in parts)
+    return HeadData(train, held_out, counts, digest.hexdigest())
