@@ -25,6 +25,7 @@ from mtp.config import ModelConfig
 LEAST = 2
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Kind = Literal["reply", "conversation", "text"]
 Span = tuple[int, int]
 
 
@@ -55,7 +56,7 @@ class Refusal(StrEnum):
 class Sequence:
     """Tokens that are read together."""
 
-    kind: Literal["reply", "conversation", "text"]
+    kind: Kind
     tokens: np.ndarray  # int32
     learned: np.ndarray  # bool, for each token
 
@@ -97,7 +98,7 @@ class Reader:
 
     @property
     def marked(self) -> bool:
-        """Whether the template itself marks what the assistant wrote, with `{% generation %}`."""
+        """Whether the template itself marks what the assistant wrote, with `{% generation %}`; it is then believed."""
         return MARKER.search(self.template) is not None
 
     @property
@@ -120,6 +121,8 @@ class Reader:
         match record:
             case {"prompt_token_ids": list(prompt), "token_ids": list(reply), "id": name}:
                 return str(name), [self._reply(prompt, reply)]
+            case {"token_ids": _} | {"messages": _, "text": _}:
+                pass  # half a reply, or two kinds at once
             case {"messages": list(messages)} if all(isinstance(m, dict) and "role" in m for m in messages):
                 # as transformers does before it renders
                 messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
@@ -195,7 +198,7 @@ class Reader:
             raise ValueError("the text has half of a surrogate pair in it") from None
         return np.asarray(encoded.input_ids, np.int32), np.asarray([begin for begin, _ in encoded.offset_mapping])
 
-    def _finish(self, kind: Any, tokens: np.ndarray, learned: np.ndarray) -> Sequence | Refusal:
+    def _finish(self, kind: Kind, tokens: np.ndarray, learned: np.ndarray) -> Sequence | Refusal:
         """Applies the switches and cuts."""
         if kind != "text" and not self.settings.learn_end_of_turn:
             learned = learned & ~np.isin(tokens, self.ends)

@@ -1,5 +1,6 @@
 """Lines of training data: which tokens of a conversation are learned, what is refused, and what all lines add up to."""
 
+import copy
 import json
 import unicodedata
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from train.sequences import DataSettings, Reader, Refusal, Sequence
 DEMO = small_models.demo_file("config.json").parent
 MODEL = ModelConfig.from_pretrained(DEMO)
 SERVED = Tokenizer.from_pretrained(DEMO, MODEL)
+OPENED = Reader.open(DEMO, MODEL, DataSettings(Path("-"), 0.5, True, True), 512)
 IM_END = 8185
 
 # Characters of one to four bytes, of several code points, that NFC joins or that tokens cut through.
@@ -54,10 +56,10 @@ UNMARKED = HEADED.replace("{% generation %}", "").replace("{% endgeneration %}",
 def reader(
     template: str | None = None, thinking: bool = True, end: bool = True, length: int = 512, path: Path = Path("-")
 ) -> Reader:
-    made = Reader.open(DEMO, MODEL, DataSettings(path, 0.5, thinking, end), length)
+    tokenizer = copy.copy(OPENED.tokenizer)
     if template is not None:
-        made.tokenizer.chat_template = template
-    return made
+        tokenizer.chat_template = template
+    return Reader(tokenizer, DataSettings(path, 0.5, thinking, end), length, OPENED.ends)
 
 
 def user(content: str) -> dict[str, str]:
@@ -232,6 +234,34 @@ def test_a_template_that_can_not_be_used_is_told(template: str, message: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_think_tag_that_the_prompt_does_not_hold_is_the_assistants(thinking: bool) -> None:
+    """As in templates that leave it to the model whether it thinks."""
+    demo = OPENED.template
+    template = demo.replace(
+        "'<|im_start|>assistant\\n<think>\\n' ~ ('' if thinking else '\\n</think>",
+        "'<|im_start|>assistant\\n' ~ ('' if thinking else '<think>\\n\\n</think>",
+    )
+    assert template != demo
+    one = reader(template, thinking=thinking)
+    block = "<think>\nHm.\n</think>\n\n" if thinking else ""
+    assert learned(*turns(one, user("a"), assistant("b c", "Hm."))) == block + "b c<|im_end|>"
+    assert learned(*turns(one, user("a"), assistant("b c"))) == "b c<|im_end|>"
+
+
+def test_a_think_tag_of_the_users_opens_nothing_in_the_assistants_turn() -> None:
+    assert learned(*turns(reader(UNMARKED, thinking=False), user("Say <think>"), assistant("b c"))) == "b c<|im_end|>"
+
+
+def test_a_tokenizer_without_tags_can_not_leave_thinking_out(tmp_path: Path) -> None:
+    for name in small_models.TOKENIZER_FILES:
+        text = small_models.demo_file(name).read_text()
+        (tmp_path / name).write_text(text.replace('"</think>"', '"</thought>"'))
+    Reader.open(tmp_path, MODEL, DataSettings(Path("-"), 0.5, True, True), 8)
+    with pytest.raises(ValueError, match="learn_thinking=false needs a tokenizer with the tokens <think> and </think>"):
+        Reader.open(tmp_path, MODEL, DataSettings(Path("-"), 0.5, False, True), 8)
+
+
 def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     small_models.write(tmp_path, with_tokenizer=False)
     with pytest.raises(ValueError, match=r"has no tokenizer \(tokenizer.json or vocab.json\)"):
@@ -366,6 +396,8 @@ def test_batches_of_a_mixed_file_are_the_same_each_time(tmp_path: Path) -> None:
         ('{"id": 1, "prompt_token_ids": [1], "token_ids": ["a", "b"]}', "line 2: token ids must be whole numbers"),
         ('{"messages": ["hello"]}', "line 2: neither a reply"),
         ('{"text": 3}', "line 2: neither a reply"),
+        ('{"messages": [{"role": "user", "content": "a"}], "text": "b"}', "line 2: neither a reply"),
+        ('{"messages": [{"role": "user", "content": "a"}], "token_ids": [1, 2]}', "line 2: neither a reply"),
         ("[1, 2]", "line 2: neither a reply"),
         ('{"text": "a \\ud83d b"}', "line 2: the text has half of a surrogate pair in it"),
         (
