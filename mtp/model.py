@@ -142,7 +142,22 @@ def forward_documents(
     precision: lax.Precision = lax.Precision.HIGHEST,
     remat: bool = False,
 ) -> Hidden:
-    """Hidden rows of packed sequences without a cache (training).
+    """Hidden rows of packed sequences without a cache (training), after the final norm.
+
+    Args: as `residual_documents`.
+    """
+    return model.norm(residual_documents(model, tokens, starts, attend, precision, remat))
+
+
+def residual_documents(
+    model: Qwen35,
+    tokens: Tokens,
+    starts: Bool[Array, "B T"],
+    attend: Callable[[GatedAttention, Hidden], Hidden],
+    precision: lax.Precision = lax.Precision.HIGHEST,
+    remat: bool = False,
+) -> Hidden:
+    """What the last layer leaves of packed sequences, before the final norm.
 
     Args:
         starts: True at the first token of each document; nothing flows across.
@@ -159,4 +174,4 @@ def forward_documents(
             return layer(x, lambda h: read_documents(layer.linear_attn, h, starts, precision))
 
         x = (jax.checkpoint(block) if remat else block)(layer, x)
-    return model.norm(x)
+    return x

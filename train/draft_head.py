@@ -6,6 +6,7 @@
     python -m train.draft_head configs/train/head_demo.toml loss.kind=e2e steps=500 --out runs/e2e
     python -m train.draft_head configs/train/head_demo.toml --resume
 
+A head from the checkpoint is probed first: one that drafts better when it is fed wrongly is refused (`train.contract`).
 The run's directory gets metrics.jsonl and the same figures for TensorBoard, the resolved config.json with hashes of
 data, tokenizer and chat template, the newest checkpoints, and in `best` the one with the longest expected verify step
 on held-out prompts, which is what `--export` writes. The last line on stdout is one JSON object.
@@ -13,9 +14,9 @@ on held-out prompts, which is what `--export` writes. The last line on stdout is
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from mtp.config import ModelConfig, load_toml
 from mtp.draft_head import MTPHead
 from mtp.shapes import Array, Float32
 from train.checkpoint import Checkpoints
+from train.contract import Contract, probe
 from train.head_data import HeadBatch, open_data
 from train.head_step import HeadSettings, HeadState, Sums, head_step, head_sums
 from train.loop import Extent, Loop
@@ -147,6 +149,8 @@ class Run:
             head = MTPHead(self.loaded.config, nnx.Rngs(config.seed), jnp.float32)
         if head is None:
             raise ValueError(f"{config.model} has no mtp.* tensors: use init=random")
+        # a random head reads nothing rightly yet, and a resumed one has been probed
+        found = None if resume or config.init == "random" else self._probe(head)
         # placed, as a restored one is, so that both run the same compiled step
         self.state = config.settings.place(HeadState.start(head, config.settings))
         self.extent = Extent(config.steps)
@@ -158,7 +162,22 @@ class Run:
         self.best_checkpoint = Checkpoints(out / "best", kept=1)
         if resume:
             self._resume()
+        if found is not None:
+            self.metrics.log({"step": 0, "contract": found.figures()})
         (out / "config.json").write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+
+    def _probe(self, head: MTPHead) -> Contract:
+        """What the first held-out rows say of how the head is fed.
+
+        Raises:
+            ValueError: it clearly drafts better when it is fed wrongly.
+        """
+        rows = self.config.batch.rows // self.config.batch.parts
+        first = itertools.islice(self.data.held_out.batches(rows), 1)
+        found = probe(head, self.loaded.model, first, self.config.chunk_rows)
+        if found.winner is not None:
+            raise ValueError(f"{self.config.model}: {found.complaint}")
+        return found
 
     def _resume(self) -> None:
         self.state, run = self.checkpoints.restore(self.state)
@@ -227,7 +246,7 @@ def _plain(sums: Sums) -> dict[str, Any]:
 def _coloured(reader: Reader, tokens: np.ndarray, learned: np.ndarray) -> Text:
     """Their text; whole runs are decoded, since a character may take several tokens."""
     text = Text()
-    for own, run in groupby(zip(tokens, learned, strict=False), key=lambda one: bool(one[1])):
+    for own, run in itertools.groupby(zip(tokens, learned, strict=False), key=lambda one: bool(one[1])):
         text.append(reader.tokenizer.decode([int(token) for token, _ in run]), style="bold green" if own else "dim")
     return text
 

@@ -8,6 +8,11 @@
 reads replies that the target has written (`train.serving`) and says how many tokens a verify step emits in each mode of
 serving, with an interval, beside what the engine that drew the replies has counted. Exit status 1: the engine's count
 lies outside the interval, so that serving is not what was evaluated.
+
+    python -m train.evaluate probe-contract demo replies.jsonl
+
+feeds the head rightly and in wrong ways (`train.contract`) and says how often its first draft would be accepted. Exit
+status 1: the right way does not win.
 """
 
 import argparse
@@ -27,11 +32,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from mtp import weights
+from mtp.draft_head import MTPHead
 from mtp.kernels.sampling import Sampling
 from mtp.shapes import Array, Bool
-from train import serving
+from train import contract, serving
 from train.data import Batch, HeldOut
+from train.head_data import Sequences
 from train.losses import RowScores
+from train.sequences import Sequence as Tokens
 from train.serving import SAMPLED_MODES, Rounds
 
 
@@ -186,8 +194,7 @@ def evaluate(loaded: weights.Loaded, texts: Sequence[Text], about: Mapping[str, 
     Raises:
         ValueError: the checkpoint has no head.
     """
-    if loaded.head is None:
-        raise ValueError("the checkpoint has no mtp.* tensors: there is no head to evaluate")
+    head = _head_of(loaded)
     modes = ("greedy",) if about["temperature"] == 0 else SAMPLED_MODES
     vocab_size = loaded.config.vocab_size
     usable = jnp.arange(vocab_size) < about["usable_tokens"]
@@ -200,7 +207,7 @@ def evaluate(loaded: weights.Loaded, texts: Sequence[Text], about: Mapping[str, 
         ids = (*text.prompt_token_ids, *text.token_ids)
         length = _doubled(len(ids))
         odds = serving.read_odds(
-            loaded.head,
+            head,
             loaded.model,
             *serving.padded(ids, length),
             sampling,
@@ -218,6 +225,12 @@ def evaluate(loaded: weights.Loaded, texts: Sequence[Text], about: Mapping[str, 
         mode: {name: _figures([seen[i] for i in members]) for name, members in groups.items()}
         for mode, seen in rounds.items()
     }
+
+
+def _head_of(loaded: weights.Loaded) -> MTPHead:
+    if loaded.head is None:
+        raise ValueError("the checkpoint has no mtp.* tensors: there is no head to evaluate")
+    return loaded.head
 
 
 def _figures(rounds: Sequence[Rounds]) -> dict[str, Any]:
@@ -261,25 +274,47 @@ def show_serving(report: Mapping[str, Mapping[str, Any]], drawn: str, counted: f
     Console(stderr=True, width=120).print(table)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; a wrong file or setting is one line on stderr and exit status 2."""
-    parser = argparse.ArgumentParser(prog="python -m train.evaluate", description="How good is a head?")
-    parser.add_argument("model", help="checkpoint directory, hub id or demo")
-    parser.add_argument("replies", type=Path, help="what `train.generate_data replies` wrote")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: what the replies were drawn in")
-    parser.add_argument("--chunk-rows", type=int, default=64, help="rows whose laws are in memory at once (default 64)")
-    args = parser.parse_args(argv)
-    try:
-        if args.chunk_rows < 1 or args.chunk_rows & (args.chunk_rows - 1):
-            raise ValueError(f"--chunk-rows {args.chunk_rows} must be a power of two")
-        texts, about = read_texts(args.replies)
-        loaded = weights.load(args.model, dtype=args.dtype or about["dtype"])
-        # replies drawn without drafts have no count to compare with
-        depths = about["draft_tokens"] or 3
-        report = evaluate(loaded, texts, {**about, "draft_tokens": depths}, args.chunk_rows)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def probe_contract(loaded: weights.Loaded, texts: Sequence[Text], chunk_rows: int) -> contract.Contract:
+    """How often the head's first draft of each token of the replies would be accepted, by the way that it is fed.
+
+    Raises:
+        ValueError: the checkpoint has no head.
+    """
+    read = tuple(Tokens.reply(text.prompt_token_ids, text.token_ids) for text in texts)
+    length = _doubled(max(len(one.tokens) for one in read))
+    rows = list(Sequences(read, length).batches(1))
+    batches = tqdm(rows, desc="rows", leave=False, disable=not sys.stderr.isatty())
+    return contract.probe(_head_of(loaded), loaded.model, batches, min(chunk_rows, length))
+
+
+def show_contract(figures: Mapping[str, Any]) -> None:
+    """The readings as a table on stderr."""
+    table = Table(
+        title=f"first drafts by what the head is fed: {figures['drafts']:,} of {figures['sequences']:,} replies"
+    )
+    for column in ("fed", "overlap, %", "best agree, %", "behind, points", "standard error", "verdict"):
+        table.add_column(column, justify="left" if column in ("fed", "verdict") else "right")
+    for name, row in figures["readings"].items():
+        numbers = [row[column] for column in ("overlap", "agree", "behind", "error")]
+        table.add_row(name, *("" if x is None else f"{100 * x:.2f}" for x in numbers), row["verdict"])
+    Console(stderr=True, width=120).print(table)
+
+
+def _run_probe(args: argparse.Namespace, loaded: weights.Loaded, texts: Sequence[Text], about: Mapping) -> int:
+    found = probe_contract(loaded, texts, args.chunk_rows)
+    if not args.json:
+        show_contract(found.figures())
+    if found.complaint:
+        print(found.complaint, file=sys.stderr)
+    said = {"model": args.model, "contract": found.figures(), "winner": found.winner}
+    print(json.dumps(said | {"passed": found.complaint is None, "drawn": about}))
+    return int(found.complaint is not None)
+
+
+def _run_evaluate(args: argparse.Namespace, loaded: weights.Loaded, texts: Sequence[Text], about: Mapping) -> int:
+    # replies drawn without drafts have no count to compare with
+    depths = about["draft_tokens"] or 3
+    report = evaluate(loaded, texts, {**about, "draft_tokens": depths}, args.chunk_rows)
     drawn = "greedy" if about["temperature"] == 0 else about["verify"]
     counted = measured(texts) if about["draft_tokens"] else None
     show_serving(report, drawn, counted)
@@ -293,6 +328,36 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(json.dumps({"model": args.model, "modes": report, "measured": counted, "agrees": agrees, "drawn": about}))
     return int(not agrees)
+
+
+PROBE = "probe-contract"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; a wrong file or setting is one line on stderr and exit status 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    probes = argv[:1] == [PROBE]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m train.evaluate{f' {PROBE}' * probes}",
+        description="Does the head see the hidden rows it was trained on?" if probes else "How good is a head?",
+        epilog=None if probes else f"`python -m train.evaluate {PROBE} --help`: does it see what it was trained on?",
+    )
+    parser.add_argument("model", help="checkpoint directory, hub id or demo")
+    parser.add_argument("replies", type=Path, help="what `train.generate_data replies` wrote")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: what the replies were drawn in")
+    parser.add_argument("--chunk-rows", type=int, default=64, help="rows whose laws are in memory at once (default 64)")
+    if probes:
+        parser.add_argument("--json", action="store_true", help="print the JSON line only")
+    args = parser.parse_args(argv[probes:])
+    try:
+        if args.chunk_rows < 1 or args.chunk_rows & (args.chunk_rows - 1):
+            raise ValueError(f"--chunk-rows {args.chunk_rows} must be a power of two")
+        texts, about = read_texts(args.replies)
+        loaded = weights.load(args.model, dtype=args.dtype or about["dtype"])
+        return (_run_probe if probes else _run_evaluate)(args, loaded, texts, about)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

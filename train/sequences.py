@@ -10,6 +10,7 @@ the assistant's if it begins inside the turn; one that straddles the border belo
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -59,6 +60,12 @@ class Sequence:
     kind: Kind
     tokens: np.ndarray  # int32
     learned: np.ndarray  # bool, for each token
+
+    @classmethod
+    def reply(cls, prompt: Iterable[int], reply: Iterable[int]) -> Self:
+        """A prompt and what the target answered."""
+        parts = [np.asarray([*ids], np.int32) for ids in (prompt, reply)]
+        return cls("reply", np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts]))
 
 
 @dataclass(frozen=True)
@@ -137,10 +144,10 @@ class Reader:
 
     def _reply(self, prompt: list[int], reply: list[int]) -> Sequence | Refusal:
         try:
-            tokens = np.asarray([*prompt, *reply], np.int32)
+            made = Sequence.reply(prompt, reply)
         except (ValueError, TypeError, OverflowError):
             raise ValueError("token ids must be whole numbers") from None
-        return self._finish("reply", tokens, np.arange(len(tokens)) >= len(prompt))
+        return self._finish(made.kind, made.tokens, made.learned)
 
     def _turn(self, messages: list[dict[str, Any]], tools: Any) -> Sequence | Refusal:
         """The last of the messages, which is the assistant's."""

@@ -15,6 +15,7 @@ from mtp import weights
 from tests.infer import small_models
 from train import draft_head
 from train.checkpoint import Checkpoints
+from train.contract import READINGS, swap_halves
 from train.data import PADDING
 from train.draft_head import DraftHeadConfig, Run
 from train.head_data import HeadBatch, HeadData, open_data
@@ -295,6 +296,26 @@ def test_a_run_goes_on_with_more_devices(finished: Path, made: Path, interrupted
         assert ours["step"] == theirs["step"]
         for one, other in zip(scalars(ours), scalars(theirs), strict=True):
             assert one[0] == other[0] and one[1] == pytest.approx(other[1], rel=1e-3, abs=1e-6), one[0]
+
+
+def test_a_head_from_the_checkpoint_is_probed_first(made: Path, tmp_path: Path) -> None:
+    run = start(made, tmp_path)
+    (line,) = metrics(run.out)
+    assert line["step"] == 0 and list(line["contract"]["readings"]) == list(READINGS)
+    assert line["contract"]["sequences"] > 1
+    run.close()
+
+
+def test_a_head_that_drafts_best_when_it_is_fed_wrongly_is_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = weights.load(made / "model", dtype="float32")
+    wrong = dataclasses.replace(source, head=swap_halves(source.head))
+    weights.export(wrong, tmp_path / "model", like=made / "model")
+    assert draft_head.main([*command(made, tmp_path / "out"), f"model={tmp_path / 'model'}"]) == 2
+    error = capsys.readouterr().err
+    assert "the head drafts best with this reading: halves swapped" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_says_what_it_would_do(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
