@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rich.text import Text
 from mtp import weights
 from mtp.config import ModelConfig, load_toml
 from mtp.draft_head import MTPHead
+from mtp.model import Qwen35
 from mtp.shapes import Array, Float32
 from train.checkpoint import Checkpoints
 from train.contract import Contract, probe
@@ -42,6 +44,8 @@ from train.pretrain import provenance
 from train.sequences import DataSettings, Reader
 from train.step import OptimizerSettings
 
+# Bfloat16 operations a second of its matrix units, measured (`LOG.md`).
+H200_OPERATIONS = 790e12
 # Tokens of a sample that a dry run prints.
 SHOWN = 200
 INITS = ("checkpoint", "random")
@@ -251,6 +255,15 @@ def _coloured(reader: Reader, tokens: np.ndarray, learned: np.ndarray) -> Text:
     return text
 
 
+def flops_a_token(model: Qwen35, head: MTPHead, num_depths: int, teacher_ids: int) -> int:
+    """Of matrix products in a step: the trunk forward, the head forward and twice that backward at each depth. What the
+    backward pass computes again (logits, and all of it with `remat`) is not counted, nor is attention."""
+    size = lambda module: sum(leaf.size for leaf in jax.tree.leaves(module) if leaf.ndim > 1)  # noqa: E731
+    unembedding = model.config.vocab_size * model.config.hidden_size
+    learned = teacher_ids * model.config.hidden_size or unembedding
+    return 2 * (size(model.layers) + unembedding + num_depths * (3 * size(head) + 2 * learned))
+
+
 def dry_run(run: Run, console: Console) -> dict[str, Any]:
     """Shapes, sizes, what became of the lines, and a row and a conversation as the model reads them, what is learned in
     colour; nothing is trained."""
@@ -266,12 +279,19 @@ def dry_run(run: Run, console: Console) -> dict[str, Any]:
         "trunk_gib": sum(leaf.nbytes for leaf in jax.tree.leaves(run.loaded.model)) / 2**30,
         # p and q of a chunk's rows, and their exponentials
         "logits_gib": 2 * logits / 2**30,
+    }
+    size |= {
+        # activations come on top
+        "least_memory_gib": sum(value for name, value in size.items() if name.endswith("_gib")),
         "batch": list(batch.tokens.shape),
+        "flops_a_token": flops_a_token(run.loaded.model, run.state.head, config.num_depths, config.teacher_ids),
         "learned_tokens": int(jnp.sum(batch.learned)),
         "training_sequences": len(run.data.train.sequences),
         "held_out_sequences": len(run.data.held_out.sequences),
         "data": dataclasses.asdict(run.data.counts),
     }
+    if "H200" in jax.devices()[0].device_kind:
+        size["tokens_per_second_at_most"] = config.batch.devices * H200_OPERATIONS / size["flops_a_token"]
     ids, learned = np.asarray(batch.tokens[0, 0]), np.asarray(batch.learned[0, 0])
     ids = ids[np.asarray(batch.documents[0, 0]) >= 0][:SHOWN]
     console.print(f"a part is {rows} rows of {config.batch.length} tokens; row 0 begins (learned tokens in green):")
@@ -306,10 +326,16 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.export and args.export.exists() and any(args.export.iterdir()):
             raise ValueError(f"--export {args.export} exists and is not empty; give a new directory")
-        run = Run(config, args.out or Path("runs") / config.name, args.resume)
         if args.dry_run:
-            print(json.dumps(dry_run(run, Console(stderr=True)) | provenance()))
+            # it leaves nothing behind
+            with tempfile.TemporaryDirectory() as scratch:
+                tried = Run(config, Path(scratch), resume=False)
+                try:
+                    print(json.dumps(dry_run(tried, Console(stderr=True)) | provenance()))
+                finally:
+                    tried.close()
             return 0
+        run = Run(config, args.out or Path("runs") / config.name, args.resume)
         speed = run.train()
         if args.export:
             weights.export(run.trained(), args.export, like=config.model)

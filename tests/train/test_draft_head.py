@@ -10,8 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mtp import weights
+from mtp.config import ModelConfig
+from mtp.draft_head import MTPHead
+from mtp.model import Qwen35
 from tests.infer import small_models
 from train import draft_head
 from train.checkpoint import Checkpoints
@@ -327,6 +331,20 @@ def test_dry_run_says_what_it_would_do(made: Path, tmp_path: Path, capsys: pytes
     assert size["batch"] == [2, 2, LENGTH] and 0 < size["learned_tokens"] < 4 * LENGTH
     assert (size["data"]["lines"], size["data"]["done"]) == (62, 61) and "a conversation" not in said.err
     assert "learned tokens in green" in said.err
+    parts = [size[name] for name in ("trunk_gib", "optimizer_gib", "logits_gib")]
+    assert size["least_memory_gib"] == pytest.approx(sum(parts))
+    # nothing stands in the way of the run itself
+    assert not (tmp_path / "dry").exists()
+
+
+def test_the_operations_of_27b_are_those_of_its_shapes() -> None:
+    """In GFLOP: 48.7 of the trunk, 2.5 of the teacher's logits, 22.9 of three depths (15.3 of which their logits)."""
+    config = ModelConfig.preset("qwen3.5-27b")
+    model, head = jax.eval_shape(lambda: (Qwen35(config, nnx.Rngs(0)), MTPHead(config, nnx.Rngs(0))))
+    flops = draft_head.flops_a_token(model, head, num_depths=3, teacher_ids=0)
+    assert flops == pytest.approx(48.7e9 + 2.5e9 + 22.9e9, rel=0.02)
+    fewer = draft_head.flops_a_token(model, head, num_depths=3, teacher_ids=10_000)
+    assert flops - fewer == 3 * 2 * 2 * (config.vocab_size - 10_000) * config.hidden_size
 
 
 def test_conversations_and_texts_train_too_and_a_resumed_run_needs_the_same(
