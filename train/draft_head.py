@@ -37,6 +37,7 @@ from train.checkpoint import Checkpoints
 from train.contract import Contract, probe
 from train.head_data import HeadBatch, open_data
 from train.head_step import HeadSettings, HeadState, Sums, head_step, head_sums
+from train.hidden_cache import HiddenCache
 from train.loop import Extent, Loop
 from train.losses import HeadLoss
 from train.metrics import Metrics, check_same
@@ -80,6 +81,7 @@ class DraftHeadConfig:
     eval_every: int  # steps; there is always one before the first and after the last
     save_minutes: float  # there is always one at the end
     wandb_project: str  # empty: none
+    hidden_cache: str  # directory for the trunk's rows, so that only a first run has to run the trunk; empty: none
     data: DataSettings
     batch: RowSettings
     optimizer: OptimizerSettings
@@ -148,6 +150,11 @@ class Run:
         self.settings = config.to_json() | self.reader.hashes | {"data_sha256": self.data.sha256}
         loaded = weights.load(directory, dtype=config.dtype)
         self.loaded = dataclasses.replace(loaded, model=config.settings.place(loaded.model))
+        if config.hidden_cache:
+            about = self.reader.hashes | {"data_sha256": self.data.sha256, "length": config.batch.length}
+            about |= {"model": config.model, "data": config.to_json()["data"]}
+            cache = HiddenCache(Path(config.hidden_cache), about, config.batch.rows // config.batch.parts)
+            self.data = cache.attach(self.data, self.loaded.model, Console(stderr=True))
         head = self.loaded.head
         if config.init == "random":
             head = MTPHead(self.loaded.config, nnx.Rngs(config.seed), jnp.float32)
@@ -267,7 +274,7 @@ def flops_a_token(model: Qwen35, head: MTPHead, num_depths: int, teacher_ids: in
 def dry_run(run: Run, console: Console) -> dict[str, Any]:
     """Shapes, sizes, what became of the lines, and a row and a conversation as the model reads them, what is learned in
     colour; nothing is trained."""
-    config, model = run.config, run.loaded.config
+    config, trunk, model = run.config, run.loaded.model, run.loaded.config
     batch = run.batch(0)
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.head))
     rows = config.batch.rows // config.batch.parts
@@ -276,7 +283,7 @@ def dry_run(run: Run, console: Console) -> dict[str, Any]:
         "trained_parameters": count,
         # float32: parameters, two moments, a gradient
         "optimizer_gib": 16 * count / 2**30,
-        "trunk_gib": sum(leaf.nbytes for leaf in jax.tree.leaves(run.loaded.model)) / 2**30,
+        "trunk_gib": sum(leaf.nbytes for leaf in jax.tree.leaves(trunk)) / 2**30,
         # p and q of a chunk's rows, and their exponentials
         "logits_gib": 2 * logits / 2**30,
     }
@@ -284,11 +291,13 @@ def dry_run(run: Run, console: Console) -> dict[str, Any]:
         # activations come on top
         "least_memory_gib": sum(value for name, value in size.items() if name.endswith("_gib")),
         "batch": list(batch.tokens.shape),
-        "flops_a_token": flops_a_token(run.loaded.model, run.state.head, config.num_depths, config.teacher_ids),
+        "flops_a_token": flops_a_token(trunk, run.state.head, config.num_depths, config.teacher_ids),
         "learned_tokens": int(jnp.sum(batch.learned)),
         "training_sequences": len(run.data.train.sequences),
         "held_out_sequences": len(run.data.held_out.sequences),
         "data": dataclasses.asdict(run.data.counts),
+        # on disk, if it is asked for
+        "hidden_cache_gib": run.data.num_tokens * model.hidden_size * trunk.embed_tokens.weight.dtype.itemsize / 2**30,
     }
     if "H200" in jax.devices()[0].device_kind:
         size["tokens_per_second_at_most"] = config.batch.devices * H200_OPERATIONS / size["flops_a_token"]
@@ -329,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run:
             # it leaves nothing behind
             with tempfile.TemporaryDirectory() as scratch:
-                tried = Run(config, Path(scratch), resume=False)
+                tried = Run(dataclasses.replace(config, hidden_cache=""), Path(scratch), resume=False)
                 try:
                     print(json.dumps(dry_run(tried, Console(stderr=True)) | provenance()))
                 finally:

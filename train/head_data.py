@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtp.shapes import Array, Bool, Int32, Tokens
+from mtp.shapes import Array, Bool, Hidden, Int32, Tokens
 from train.data import PADDING
 from train.sequences import Reader, Refusal, Sequence
 
@@ -28,6 +28,8 @@ class HeadBatch:
     documents: Int32[Array, "B T"]
     # tokens to predict: those that the assistant wrote, or a text's
     learned: Bool[Array, "B T"]
+    # the trunk's rows after its final norm, where they are kept (`train.hidden_cache`)
+    hidden: Hidden | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,8 @@ class Sequences:
 
     sequences: tuple[Sequence, ...]
     length: int
+    # rows of all sequences, one behind the other [tokens, D]
+    hidden: np.ndarray | None = None
 
     def batch(self, seed: int, step: int, rows: int, parts: int = 1) -> HeadBatch:
         """The batch of a step, [parts, rows / parts, length].
@@ -75,6 +79,7 @@ class Sequences:
         shape = (len(rows), self.length)
         tokens, learned = np.zeros(shape, np.int32), np.zeros(shape, bool)
         documents = np.full(shape, PADDING, np.int32)
+        hidden = None if self.hidden is None else np.zeros((*shape, self.hidden.shape[1]), self.hidden.dtype)
         for row, members in enumerate(rows):
             place = 0
             for number, member in enumerate(members):
@@ -82,8 +87,16 @@ class Sequences:
                 end = place + len(one.tokens)
                 tokens[row, place:end], documents[row, place:end] = one.tokens, number
                 learned[row, place:end] = one.learned
+                if hidden is not None:
+                    begin = self._begins[member]
+                    hidden[row, place:end] = self.hidden[begin : begin + len(one.tokens)]
                 place = end
-        return HeadBatch(jnp.asarray(tokens), jnp.asarray(documents), jnp.asarray(learned))
+        return HeadBatch(*(None if x is None else jnp.asarray(x) for x in (tokens, documents, learned, hidden)))
+
+    @functools.cached_property
+    def _begins(self) -> np.ndarray:
+        """Where each sequence's rows begin."""
+        return np.cumsum([0, *(len(one.tokens) for one in self.sequences)])
 
 
 def _pack(sequences: tuple[Sequence, ...], order: "range | list[int]", length: int) -> list[tuple[int, ...]]:
@@ -124,6 +137,11 @@ class HeadData:
     held_out: Sequences
     counts: Counts
     sha256: str  # of the file
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences, as they were cut."""
+        return sum(len(one.tokens) for part in (self.train, self.held_out) for one in part.sequences)
 
 
 def open_data(reader: Reader) -> HeadData:

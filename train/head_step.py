@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtp.draft_head import MTPHead
 from mtp.model import Qwen35, forward_documents
-from mtp.shapes import Array, Bool, Float32, Int32
+from mtp.shapes import Array, Bool, Float32, Hidden, Int32
 from mtp.sharding import make_mesh
 from train.head_data import HeadBatch
 from train.losses import HeadLoss, RowScores, score_rows, score_rows_within
@@ -106,6 +106,13 @@ class Sums:
         return each | {"expected_length": self.length / jnp.maximum(self.anchors, 1.0), "count": self.count}
 
 
+@jax.jit
+def hidden_rows(model: Qwen35, batch: HeadBatch) -> Hidden:
+    """The trunk's rows of a part [B, T], after the final norm."""
+    packing = Packing.of(batch.documents)
+    return forward_documents(model, batch.tokens, packing.starts, packing.attend)
+
+
 def score_part(
     head: MTPHead, model: Qwen35, batch: HeadBatch, settings: HeadSettings
 ) -> tuple[RowScores, Bool[Array, "B T k"], Float32[Array, "B T"]]:
@@ -114,7 +121,7 @@ def score_part(
     dtype = model.embed_tokens.weight.dtype
     run = jax.tree.map(lambda x: x.astype(dtype), head)
     packing = Packing.of(batch.documents)
-    hidden = lax.stop_gradient(forward_documents(model, batch.tokens, packing.starts, packing.attend))
+    hidden = lax.stop_gradient(hidden_rows(model, batch) if batch.hidden is None else batch.hidden)
     outputs = unroll(run, model, batch.tokens, hidden, packing, settings.num_depths, settings.remat)
     targets = jnp.roll(batch.learned, -1, axis=1)
     valid = same_document(batch.documents, settings.num_depths)[..., 1:] & targets[..., None]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,52 @@ def test_a_head_that_drafts_best_when_it_is_fed_wrongly_is_refused(
     assert draft_head.main([*command(made, tmp_path / "out"), f"model={tmp_path / 'model'}"]) == 2
     error = capsys.readouterr().err
     assert "the head drafts best with this reading: halves swapped" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def cached(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has written the trunk's rows, beside them."""
+    out = tmp_path_factory.mktemp("cached") / "out"
+    assert draft_head.main(command(made, out, "init=random", f"hidden_cache={out.parent / 'rows'}")) == 0
+    return out
+
+
+def test_a_run_with_kept_hidden_rows_is_the_run_without(cached: Path, finished: Path, made: Path) -> None:
+    """Rows that were computed in other batches round otherwise; read from the file again, they are the same bits."""
+    rows = cached.parent / "rows"
+    assert sorted(file.name for file in rows.iterdir()) == ["about.json", "hidden.bin"]
+    for ours, theirs in zip(metrics(cached), metrics(finished), strict=True):
+        for one, other in zip(scalars(ours), scalars(theirs), strict=True):
+            assert one[0] == other[0] and one[1] == pytest.approx(other[1], rel=1e-3, abs=1e-6), one[0]
+    written = (rows / "hidden.bin").stat().st_mtime_ns
+    again = cached.parent / "again"
+    assert draft_head.main(command(made, again, "init=random", f"hidden_cache={rows}")) == 0
+    assert (rows / "hidden.bin").stat().st_mtime_ns == written and metrics(again) == metrics(cached)
+
+
+def test_hidden_rows_of_something_else_are_refused(
+    cached: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = shutil.copytree(cached.parent / "rows", tmp_path / "rows")
+    asked = [*command(made, tmp_path / "out", "init=random"), f"hidden_cache={rows}"]
+    other = weights.load(made / "model", dtype="float32")
+    other.model.norm.weight.set_value(other.model.norm.weight[...] + 1.0)
+    weights.export(other, tmp_path / "other", like=made / "model")
+    about = json.loads((rows / "about.json").read_text())
+    assert draft_head.main([*asked, "batch.length=16", "chunk_rows=16"]) == 2
+    assert "has hidden rows of other data: length, shape differ; remove it" in capsys.readouterr().err
+    (rows / "about.json").write_text(json.dumps(about | {"model": str(tmp_path / "other")}))
+    assert draft_head.main([*asked, f"model={tmp_path / 'other'}"]) == 2
+    assert "has hidden rows of another model (" in capsys.readouterr().err
+    # what a stopped run has left is written anew, if there is room
+    (rows / "about.json").unlink()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    assert draft_head.main(asked) == 2
+    said = capsys.readouterr().err
+    tokens, width = about["shape"]
+    assert f"hidden rows of {tokens} tokens: 0.00 GiB in {rows}" in said
+    assert f"hidden_cache={rows} needs {4 * tokens * width:,} bytes and 1,000 are free; give another" in said
     assert not (tmp_path / "out").exists()
 
 
