@@ -90,7 +90,15 @@ class DraftHeadConfig:
     @property
     def settings(self) -> HeadSettings:
         """What the jitted step is specialised on."""
-        return HeadSettings(self.optimizer, self.loss, self.num_depths, self.chunk_rows, self.teacher_ids, self.remat)
+        return HeadSettings(
+            optimizer=self.optimizer,
+            loss=self.loss,
+            num_depths=self.num_depths,
+            chunk_rows=self.chunk_rows,
+            teacher_ids=self.teacher_ids,
+            remat=self.remat,
+            devices=self.batch.devices,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The resolved config as plain values."""

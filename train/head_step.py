@@ -45,7 +45,7 @@ class HeadSettings:
     # recompute each depth in the backward pass
     remat: bool
     # rows of a part are spread over so many, each of which has the whole model
-    devices: int = 1
+    devices: int
 
     @property
     def mesh(self) -> Mesh:

@@ -294,9 +294,19 @@ def test_resumed_run_equals_an_uninterrupted_one(finished: Path, made: Path, int
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_a_run_goes_on_with_more_devices(finished: Path, made: Path, interrupted: Path) -> None:
+def test_a_run_goes_on_with_more_devices(
+    finished: Path, made: Path, interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums over devices round otherwise: figures agree to a part in a thousand."""
+    real, devices = draft_head.head_step, []
+
+    def noted(state: HeadState, *args: Any) -> Any:
+        devices.append({len(leaf.sharding.device_set) for leaf in jax.tree.leaves((state, args[:2]))})
+        return real(state, *args)
+
+    monkeypatch.setattr(draft_head, "head_step", noted)
     assert draft_head.main(command(made, interrupted, "init=random", "--resume", "batch.devices=2")) == 0
+    assert devices == [{2}] * 3
     for ours, theirs in zip(metrics(interrupted), metrics(finished), strict=True):
         assert ours["step"] == theirs["step"]
         for one, other in zip(scalars(ours), scalars(theirs), strict=True):
