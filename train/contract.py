@@ -36,6 +36,8 @@ MEANINGS = {
 READINGS = ("right", *MEANINGS)
 # Standard errors of a difference that are not noise: by chance, one difference in 370 is that far off.
 CLEAR = 3.0
+# Sequences that the errors are judged by as by many; with fewer nothing is clear.
+FEWEST = 8
 # Acceptance that is no difference. A nearly flat final norm, for one, is undone by the norm behind it in the head, and
 # both sides of it then draft alike.
 ALIKE = 0.01
@@ -137,8 +139,8 @@ class Contract:
         each = self.overlap[:, :1] - self.overlap[:, 1:]
         mean = each.sum(axis=0) / total
         spread = ((each - mean * self.count[:, None]) ** 2).sum(axis=0)
-        # one sequence says nothing about others
-        error = np.sqrt(spread * size / (size - 1)) / total if size > 1 else np.full_like(mean, np.inf)
+        few = np.full_like(mean, np.inf)
+        error = np.sqrt(spread * size / (size - 1)) / total if size >= FEWEST else few
         return dict(zip(MEANINGS, zip(mean.tolist(), error.tolist(), strict=True), strict=True))
 
     @property
@@ -165,7 +167,7 @@ class Contract:
         return None
 
     def figures(self) -> dict[str, Any]:
-        """As JSON has it; `behind` the right reading, with the standard `error` of that (None of one sequence)."""
+        """As JSON has it; `behind` the right reading, with the standard `error` of that (None of too few)."""
         agree = self.agree.sum(axis=0) / self.count.sum()
         lead, verdicts = {"right": (0.0, 0.0)} | self.lead, {"right": None} | self.verdicts
         return {
@@ -192,8 +194,10 @@ def _verdict(mean: float, noise: float) -> str:
     return "wins" if mean < -noise else "undecided"
 
 
-def probe(head: MTPHead, model: Qwen35, batches: Iterable[HeadBatch], chunk_rows: int) -> Contract:
-    """Reads batches [1, B, T] (`train.head_data.Sequences.batches`) in all ways.
+def probe(
+    head: MTPHead, model: Qwen35, batches: Iterable[HeadBatch], chunk_rows: int, enough: float = np.inf
+) -> Contract:
+    """Reads batches [1, B, T] (`train.head_data.Sequences.batches`) in all ways, until there are `enough` sequences.
 
     Raises:
         ValueError: if there is no draft in them, or chunk_rows does not divide the rows of a batch.
@@ -208,6 +212,8 @@ def probe(head: MTPHead, model: Qwen35, batches: Iterable[HeadBatch], chunk_rows
                 here = seen.valid[row] & (column == number)
                 sums = (x[row, here].sum(axis=0, dtype=np.float64) for x in (seen.overlap, seen.agree))
                 found.append(np.concatenate([[here.sum()], *sums]))
+        if len(found) >= enough:
+            break
     if not found:
         raise ValueError("the replies have no draft to probe the head with")
     table = np.stack(found)

@@ -47,6 +47,8 @@ from train.step import OptimizerSettings
 
 # Bfloat16 operations a second of its matrix units, measured (`LOG.md`).
 H200_OPERATIONS = 790e12
+# Held-out sequences that a head is probed with before it is trained.
+PROBED = 32
 # Tokens of a sample that a dry run prints.
 SHOWN = 200
 INITS = ("checkpoint", "random")
@@ -191,9 +193,8 @@ class Run:
         Raises:
             ValueError: it clearly drafts better when it is fed wrongly.
         """
-        rows = self.config.batch.rows // self.config.batch.parts
-        first = itertools.islice(self.data.held_out.batches(rows), 1)
-        found = probe(head, self.loaded.model, first, self.config.chunk_rows)
+        batches = self.data.held_out.batches(self.config.batch.rows // self.config.batch.parts)
+        found = probe(head, self.loaded.model, batches, self.config.chunk_rows, enough=PROBED)
         if found.winner is not None:
             raise ValueError(f"{self.config.model}: {found.complaint}")
         return found

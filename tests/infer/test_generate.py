@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -454,6 +454,15 @@ def test_mistakes_are_answered_before_anything_is_loaded() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True).returncode == 0
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What is started from a script's background, as these tests may be, inherits that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
     model = small_models.write(tmp_path / "long", max_position_embeddings=8192)
     command = [sys.executable, "-m", "infer.generate", "--model", str(model), "--prompt", PROMPT]
