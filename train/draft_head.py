@@ -157,7 +157,7 @@ class Run:
         self.reader = Reader.open(directory, model, config.data, config.batch.length)
         self.data = open_data(self.reader)
         # a resumed run must agree with all of it
-        self.settings = config.to_json() | self.reader.hashes | {"data_sha256": self.data.sha256}
+        self.identity = config.to_json() | self.reader.hashes | {"data_sha256": self.data.sha256}
         loaded = weights.load(directory, dtype=config.dtype)
         self.loaded = dataclasses.replace(loaded, model=config.settings.place(loaded.model))
         if config.hidden_cache:
@@ -185,7 +185,7 @@ class Run:
             self._resume()
         if found is not None:
             self.metrics.log({"step": 0, "contract": found.figures()})
-        (out / "config.json").write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+        (out / "config.json").write_text(json.dumps(self.identity, indent=2) + "\n", encoding="utf-8")
 
     def _probe(self, head: MTPHead) -> Contract:
         """What the first held-out rows say of how the head is fed.
@@ -202,14 +202,14 @@ class Run:
     def _resume(self) -> None:
         self.state, run = self.checkpoints.restore(self.state)
         # a run may go on with more devices, or fewer
-        ours, saved = ({**c, "batch": {**c["batch"], "devices": 0}} for c in (self.settings, run["config"]))
+        ours, saved = ({**c, "batch": {**c["batch"], "devices": 0}} for c in (self.identity, run["config"]))
         check_same(ours, saved, self.out)
         self.best, self.extent = tuple(run["best"]), Extent(**run["extent"])
         self.metrics.forget_after(int(self.state.step))
 
     def save(self) -> None:
         """A checkpoint of this moment."""
-        run = {"config": self.settings, "best": list(self.best), "extent": dataclasses.asdict(self.extent)}
+        run = {"config": self.identity, "best": list(self.best), "extent": dataclasses.asdict(self.extent)}
         self.checkpoints.save(self.state, run)
 
     def batch(self, step: int) -> HeadBatch:

@@ -86,7 +86,9 @@ class HiddenCache:
                     # padding is behind the sequences of a row
                     file.write(rows[documents >= 0].tobytes())
         partial.replace(self.directory / ROWS)
-        (self.directory / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+        told = self.directory / f"{ABOUT}.partial"
+        told.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        told.replace(self.directory / ABOUT)
 
     def _check(self, part: Sequences, model: Qwen35) -> None:
         """Raises ValueError if the rows aren't this trunk's."""

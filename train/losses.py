@@ -95,25 +95,27 @@ def score_rows_within(
     table, trunk = lax.stop_gradient((table, trunk))
     targets = jnp.roll(tokens, -1, axis=1)
 
-    def law(rows: Array) -> Float32[Array, "rows V"]:
-        return jax.nn.softmax(unembed(table, rows))
-
-    def add(mass: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
+    def add(mass: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         rows, counted = chunk
-        return mass + jnp.sum(law(rows) * counted[:, None].astype(jnp.float32), axis=0), None
+        logits = unembed(table, rows)
+        whole = jax.nn.logsumexp(logits, axis=-1)
+        law = jnp.exp(logits - whole[:, None])
+        return mass + jnp.sum(law * counted[:, None].astype(jnp.float32), axis=0), whole
 
-    mass, _ = lax.scan(add, jnp.zeros(table.shape[:1], jnp.float32), _chunked((trunk, counted), chunk_rows))
+    # the trunk's logits of the whole vocabulary are made here alone
+    mass, whole = lax.scan(add, jnp.zeros(table.shape[:1], jnp.float32), _chunked((trunk, counted), chunk_rows))
     _, ids = lax.top_k(mass.at[targets.reshape(-1)].set(jnp.inf), num_ids)
     few = table[ids]
     place = jnp.zeros(table.shape[:1], jnp.int32).at[ids].set(jnp.arange(num_ids, dtype=jnp.int32))
 
     @jax.checkpoint
-    def score(trunk: Array, drafts: Array, targets: Array) -> tuple[RowScores, Array]:
+    def score(trunk: Array, drafts: Array, targets: Array, whole: Array) -> tuple[RowScores, Array]:
         with jax.named_scope("score_rows_within"):
-            inside = jnp.sum(law(trunk)[:, ids], axis=-1)
-            return _scores(unembed(few, trunk), unembed(few, drafts), place[targets]), inside
+            logits = unembed(few, trunk)
+            inside = jnp.exp(jax.nn.logsumexp(logits, axis=-1) - whole)
+            return _scores(logits, unembed(few, drafts), place[targets]), inside
 
-    return _in_chunks(score, (trunk, drafts, targets), chunk_rows)
+    return _in_chunks(score, (trunk, drafts, targets, whole.reshape(batch, length)), chunk_rows)
 
 
 def _scores(

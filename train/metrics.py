@@ -2,6 +2,7 @@
 figures for TensorBoard in `tensorboard/`; and, if asked for, at Weights & Biases."""
 
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ class Metrics:
     """The logs in a run's directory."""
 
     def __init__(self, directory: Path, wandb_project: str = "", config: Mapping[str, Any] | None = None) -> None:
-        """`wandb_project` also sends the figures there; the run's name and id are the directory's.
+        """`wandb_project` also sends the figures there; a resumed run goes on with its own.
 
         Raises:
             ValueError: wandb is not installed.
@@ -28,8 +29,12 @@ class Metrics:
                 import wandb
             except ImportError:
                 raise ValueError(f"{wandb_project=} needs wandb: pip install 'qwen35-mtp[wandb]'") from None
+            # other runs may have a directory of the same name
+            known = directory / "wandb_id"
+            if not known.exists():
+                known.write_text(secrets.token_hex(8), encoding="utf-8")
             self._wandb = wandb.init(
-                project=wandb_project, name=directory.name, id=directory.name, resume="allow", config=config
+                project=wandb_project, name=directory.name, id=known.read_text("utf-8"), resume="allow", config=config
             )
 
     def log(self, record: Mapping[str, Any]) -> None:

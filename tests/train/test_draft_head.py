@@ -333,6 +333,13 @@ def test_a_head_that_drafts_best_when_it_is_fed_wrongly_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_head_of_the_checkpoint_is_probed_trained_and_exported_on_two_devices(made: Path, tmp_path: Path) -> None:
+    """With hidden rows kept, and nothing else that a run on one device has not."""
+    more = ["batch.devices=2", "steps=1", f"hidden_cache={tmp_path / 'rows'}", "--export", str(tmp_path / "export")]
+    assert draft_head.main(command(made, tmp_path / "out", *more)) == 0
+    assert "contract" in metrics(tmp_path / "out")[0] and weights.load(tmp_path / "export").head is not None
+
+
 @pytest.fixture(scope="module")
 def cached(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has written the trunk's rows, beside them."""

@@ -175,6 +175,11 @@ def test_wandb_is_sent_the_figures_if_asked_for(tmp_path: Path, monkeypatch: pyt
     metrics.close()
     assert sent[0]["project"] == "heads" and sent[0]["config"] == {"steps": 3} and sent[0]["resume"] == "allow"
     assert sent[1:] == [(2, {"kl/1": 0.5}), "end"]
+    # gone on with, it is the same run; one in another directory of that name is another
+    Metrics(tmp_path, "heads")
+    (tmp_path / tmp_path.name).mkdir()
+    Metrics(tmp_path / tmp_path.name, "heads")
+    assert sent[0]["id"] == sent[3]["id"] != sent[4]["id"] and sent[0]["name"] == sent[4]["name"]
 
 
 # Checkpoints
