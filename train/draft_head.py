@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from mtp import weights
@@ -40,7 +41,7 @@ from train.head_step import HeadSettings, HeadState, Sums, head_step, head_sums
 from train.hidden_cache import HiddenCache
 from train.loop import Extent, Loop
 from train.losses import HeadLoss
-from train.metrics import Metrics, check_same
+from train.metrics import Metrics, check_same, scalars
 from train.pretrain import provenance
 from train.sequences import DataSettings, Reader
 from train.step import OptimizerSettings
@@ -320,8 +321,10 @@ def dry_run(run: Run, console: Console) -> dict[str, Any]:
         begin = max(0, int(chat.learned.argmax()) - SHOWN // 2)
         console.print("a conversation, around where the assistant begins:")
         console.print(_coloured(run.reader, chat.tokens[begin : begin + SHOWN], chat.learned[begin:]))
-    for name, value in size.items():
-        console.print(f"  {name}: {value}")
+    table = Table(box=None, show_header=False)
+    for name, value in scalars(size):
+        table.add_row(name.replace("_", " "), f"{value:,.4g}" if value % 1 else f"{value:,.0f}")
+    console.print(table)
     return size
 
 
