@@ -6,14 +6,17 @@
         print(delta.text, end="")
 
 A turn dispatches work to the device (ends, admissions, chunks of prompts, a few decoding steps) and only then looks at
-what the turn before has brought: the device never waits for the host, nor the host for a step. What a request gets
-depends on its own prompt, parameters and seed; lanes, pages and neighbours leave no trace in it.
+what the turn before has brought: the device never waits for the host, nor the host for a step. On a GPU the call that
+dispatches a loop may return only when the loop ends, so a thread makes it, and the host takes in what came before it.
+What a request gets depends on its own prompt, parameters and seed; lanes, pages and neighbours leave no trace in it.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +27,7 @@ from jax.typing import DTypeLike
 
 from infer import decode, programs
 from infer.batch import check_request
-from infer.decode import HONEST, IDLE, RUNNING, STOPPED, Request, Verbs
+from infer.decode import HONEST, IDLE, RUNNING, STOPPED, Generation, Request, Verbs
 from infer.packed import Packed
 from infer.params import LAWS, MAX_DRAFT_TOKENS, MAX_LOGPROBS, SamplingParams, TokenAutomaton
 from infer.policy import DraftPolicy
@@ -41,6 +44,9 @@ from mtp.model import Qwen35
 from mtp.weights import Loaded
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+# A program that decodes: the lanes after it, and what it brings. A thread runs it.
+_Program = Callable[[Generation], tuple[Generation, Packet]]
+_Launched = Future[tuple[Generation, Packet]]
 # Pages that are moved between host and device in one call.
 PAGE_BLOCK = 16
 # Most tokens that may end one reply.
@@ -96,7 +102,7 @@ class _Flight:
     """Results on their way from the device."""
 
     lanes: tuple[_Lane, ...]
-    packet: Packet
+    launched: _Launched
     dispatched: float
     # of the program
     num_draft_tokens: int
@@ -104,11 +110,7 @@ class _Flight:
     steps: int
     # whether nothing but decoding ran in this turn, so that its time tells what a step costs
     pure: bool
-
-    @property
-    def with_log_probs(self) -> bool:
-        """Whether anyone asks for log-probabilities."""
-        return any(lane.work is not None and lane.work.params.logprobs is not None for lane in self.lanes)
+    with_log_probs: bool
 
 
 class Compilations:
@@ -307,7 +309,9 @@ class Engine:
         self._mask_table[0] = 0
         self._automata: dict[TokenAutomaton, int] = {}
         self.request = self._blank_request(synthetic_acceptance)
-        self.gen = programs.idle_lanes(config, top=MAX_LOGPROBS, **self._shape)
+        self._gen = programs.idle_lanes(config, top=MAX_LOGPROBS, **self._shape)
+        self._launched: _Launched | None = None
+        self._thread = ThreadPoolExecutor(1, "dispatch")
         self.scheduler = Scheduler(
             num_lanes=max_lanes,
             num_pages=num_pages,
@@ -422,8 +426,22 @@ class Engine:
         self._flights.clear()
         self._unseen.clear()
         self.scheduler.prefixes.clear()
-        for leaf in jax.tree.leaves((self.gen, self.request)):
+        self._thread.shutdown()
+        failed = self._launched is not None and self._launched.exception() is not None
+        for leaf in jax.tree.leaves((self._gen if failed else self.gen, self.request)):
             leaf.delete()
+
+    @property
+    def gen(self) -> Generation:
+        """The lanes' state, after everything that has been dispatched; what raised while it was raises here."""
+        if self._launched is not None:
+            self._gen, _ = self._launched.result()
+            self._launched = None
+        return self._gen
+
+    @gen.setter
+    def gen(self, gen: Generation) -> None:
+        self._gen = gen
 
     @property
     def stats(self) -> Stats:
@@ -475,7 +493,7 @@ class Engine:
             self._read_chunk(np.full((self.prefill_lanes,), outside), empty, np.zeros((self.prefill_lanes,), np.int32))
         self.gen, _ = programs.start_lanes(self._model, self.gen, self.request, nobody, verbs=self.verbs)
         for k in self._programs if num_draft_tokens is None else num_draft_tokens:
-            self._decode(k, 1, np.zeros((lanes,), np.int32))
+            self._launch(self._turn(k, 1, np.zeros((lanes,), np.int32)))
         self.gen, self.request = programs.end_lanes(self.gen, self.request, nobody)
         kept, sound = programs.take_snapshot(self.gen.cache, zero)
         bool(sound)
@@ -577,10 +595,10 @@ class Engine:
 
     def _start_lanes(self, jobs: list[Job]) -> None:
         lanes = np.isin(np.arange(len(self.scheduler.lanes)), [job.lane for job in jobs])
-        self.gen, turn = programs.start_lanes(self._model, self.gen, self.request, lanes, verbs=self.verbs)
         for job in jobs:
             job.started = True
-        self._send(jobs, turn, num_draft_tokens=0, steps=1, most_tokens=[1] * len(jobs), pure=False)
+        start = partial(programs.start_lanes, self._model, request=self.request, lanes=lanes, verbs=self.verbs)
+        self._send(jobs, start, num_draft_tokens=0, steps=1, most_tokens=[1] * len(jobs), pure=False)
 
     def _end_lanes(self) -> None:
         if self._ending:
@@ -609,39 +627,60 @@ class Engine:
             asked = self._works[job].params.num_draft_tokens
             wanted[job.lane] = chosen if asked == "auto" else asked
         program = min(k for k in self._programs if k >= wanted.max())
-        turn = self._decode(program, steps, wanted)
         most = [steps * (int(wanted[job.lane]) + 1) for job in jobs]
+        turn = self._turn(program, steps, wanted)
         self._send(jobs, turn, num_draft_tokens=program, steps=steps, most_tokens=most, pure=pure)
 
-    def _decode(self, num_draft_tokens: int, steps: int, wanted: np.ndarray) -> Packet:
-        self.gen, turn = decode_turn(
+    def _turn(self, num_draft_tokens: int, steps: int, wanted: np.ndarray) -> _Program:
+        """A few decoding steps, as things stand now."""
+        return partial(
+            decode_turn,
             self._model,
             self._head,
-            self.gen,
-            replace(self.request, num_draft_tokens=wanted),
-            self._current_table(),
-            np.int32(steps),
+            request=replace(self.request, num_draft_tokens=wanted),
+            page_table=self._current_table(),
+            num_steps=np.int32(steps),
             num_draft_tokens=num_draft_tokens,
             # plain decoding has none: one program serves them all
             law=self.law if num_draft_tokens else LAWS[0],
             max_steps=self.steps_per_turn,
             verbs=self.verbs,
         )
-        return turn
 
     def _send(
-        self, jobs: list[Job], packet: Packet, *, num_draft_tokens: int, steps: int, most_tokens: list[int], pure: bool
+        self,
+        jobs: list[Job],
+        program: _Program,
+        *,
+        num_draft_tokens: int,
+        steps: int,
+        most_tokens: list[int],
+        pure: bool,
     ) -> None:
-        """Puts a turn's results among those to be looked at."""
+        """Launches a turn of these jobs and puts its results among those to be looked at."""
         lanes = [_Lane() for _ in self.scheduler.lanes]
         for job, most in zip(jobs, most_tokens, strict=True):
             lanes[job.lane] = _Lane(self._works[job], most)
+        with_log_probs = any(self._works[job].params.logprobs is not None for job in jobs)
+        launched = self._launch(program, with_log_probs)
+        for job, most in zip(jobs, most_tokens, strict=True):
             job.outstanding += most
             job.certain += steps
             job.unseen += 1
-        flight = _Flight(tuple(lanes), packet, time.perf_counter(), num_draft_tokens, steps, pure)
-        packet.send(flight.with_log_probs)
-        self._flights.append(flight)
+        now = time.perf_counter()
+        self._flights.append(_Flight(tuple(lanes), launched, now, num_draft_tokens, steps, pure, with_log_probs))
+
+    def _launch(self, program: _Program, with_log_probs: bool = False) -> _Launched:
+        """Has the thread call a program on the lanes as they are after all that went before."""
+        gen = self.gen
+
+        def call() -> tuple[Generation, Packet]:
+            after, packet = program(gen)
+            packet.send(with_log_probs)
+            return after, packet
+
+        self._launched = self._thread.submit(call)
+        return self._launched
 
     def _park(self, job: Job) -> None:
         """Preempts a live job: its lane's state and its pages go to the host, bit for bit."""
@@ -660,7 +699,7 @@ class Engine:
 
     def _look(self, flight: _Flight) -> list[Delta]:
         """Waits for one turn's results and takes them in."""
-        turn = flight.packet.read(flight.with_log_probs)
+        turn = flight.launched.result()[1].read(flight.with_log_probs)
         now = time.perf_counter()
         steps = int(turn.num_steps)
         deltas: list[Delta] = []

@@ -3,6 +3,7 @@
 All on a two-layer model in float32. The reference of each test is the same request alone in an engine of its own.
 """
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from flax import nnx
 from infer.engine import Engine
 from infer.params import SamplingParams
 from infer.replies import Reply
+from infer.speculative import decode_turn
 from mtp.draft_head import draft_distance, fp8_head
 from tests.infer.engines import LAWS, answer, assert_as_new, engine, hopeful, loaded, prompt, requests
 
@@ -278,3 +280,43 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
     one.drain()
     assert_as_new(one)
     same(answer(one, *requests()), alone("rejection"))
+
+
+def test_the_host_goes_on_while_the_call_that_decodes_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it may come back only when its loop has ended; what the turn before brought is taken in meanwhile."""
+    ask = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    calm = answer(engine(), [prompt(1, 9)], ask)[0].token_ids
+    free = threading.Event()
+
+    def blocking(*args: Any, **options: Any) -> Any:
+        assert free.wait(30)
+        return decode_turn(*args, **options)
+
+    monkeypatch.setattr("infer.engine.decode_turn", blocking)
+    one = engine()
+    stream = one.submit(prompt(1, 9), ask)
+    free.set()
+    one.step()
+    jax.block_until_ready(one.gen)
+    free.clear()
+    brought = one.step()
+    (delta,) = brought
+    # the first token came with the step before
+    assert len(delta.token_ids) >= 4 and delta.token_ids == calm[1 : 1 + len(delta.token_ids)]
+    assert one._launched is not None and not one._launched.done()
+    free.set()
+    assert stream.result.reply.token_ids == calm
+    one.close()
+
+
+def test_what_fails_while_decoding_says_so_each_time_and_the_engine_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    monkeypatch.setattr("infer.engine.decode_turn", broken)
+    one = engine()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no room"):
+            answer(one, [prompt(1, 9)], SamplingParams(max_tokens=8))
+    one.close()
+    assert one.request.stop_ids.is_deleted()

@@ -138,13 +138,13 @@ def test_fault_18_an_engine_that_could_draft_runs_the_plain_program_when_nobody_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[int] = []
-    decode = Engine._decode
+    turn = Engine._turn
 
     def noted(self: Engine, k: int, *args: Any) -> Any:
         ran.append(k)
-        return decode(self, k, *args)
+        return turn(self, k, *args)
 
-    monkeypatch.setattr(Engine, "_decode", noted)
+    monkeypatch.setattr(Engine, "_turn", noted)
     reply = answer(coupled(), [prompt(1, 9)], ask(12, num_draft_tokens=0))[0]
     assert set(ran) == {0} and not any(reply.drafted)
 
@@ -398,13 +398,13 @@ def test_auto_gives_the_same_text_whatever_k_it_chooses(monkeypatch: pytest.Monk
     plain = answer(coupled(), [prompt(n, 12) for n in range(3)], ask(40, num_draft_tokens=0))
     one = coupled(num_draft_tokens="auto")
     chosen: list[int] = []
-    decode = Engine._decode
+    turn = Engine._turn
 
     def noted(self: Engine, k: int, *args: Any) -> Any:
         chosen.append(k)
-        return decode(self, k, *args)
+        return turn(self, k, *args)
 
-    monkeypatch.setattr(Engine, "_decode", noted)
+    monkeypatch.setattr(Engine, "_turn", noted)
     # costs a step that no clock of this machine decides
     monkeypatch.setattr(one.policy, "choose", cycle((0, 3, 1, 2)).__next__)
     replies = answer(one, [prompt(n, 12) for n in range(3)], ask(40))
