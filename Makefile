@@ -28,7 +28,7 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
 
 demo: setup
 	@$(BIN)/python -m infer.generate --model demo --prompt "$$PROMPT" --temperature 0.7 --top-p 0.95 --verify coupled --compare

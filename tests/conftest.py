@@ -4,7 +4,9 @@ Everything here has to be set before jax is imported, by whichever test module c
 are kept in `.cache/`, so that a second run and parallel workers compile nothing again.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +25,24 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # Nothing in the tests may reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# Each compiled program takes several mappings of memory, and Linux gives a process 65,530: a worker that kept all its
+# programs would crash near the suite's end.
+MOST_MAPPINGS = 25_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mappings_are_given_back() -> Iterator[None]:
+    """Drops the compiled programs after a file that left many."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
 
 # Array types in signatures are checked at run time, here only. The hook finds its checker by name, so it is loaded now.
 from jaxtyping import install_import_hook  # noqa: E402
