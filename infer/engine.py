@@ -441,6 +441,7 @@ class Engine:
 
     @gen.setter
     def gen(self, gen: Generation) -> None:
+        """What a program made of them."""
         self._gen = gen
 
     @property
