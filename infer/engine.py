@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -434,9 +433,7 @@ class Engine:
     @property
     def gen(self) -> Generation:
         """The lanes' state, after everything that has been dispatched; what raised while it was raises here."""
-        if self._launched is not None:
-            self._gen, _ = self._launched.result()
-            self._launched = None
+        self._join()
         return self._gen
 
     @gen.setter
@@ -515,6 +512,9 @@ class Engine:
         deltas: list[Delta] = []
         self._end_lanes()
         pure = True
+        if scheduler.waiting:
+            # an interrupt or a failure while this waits must not fall between a job's lane and what is put on it
+            self._join()
         for admission in scheduler.admit(self._most_tokens(self.steps_per_turn)):
             pure = False
             try:
@@ -596,10 +596,17 @@ class Engine:
 
     def _start_lanes(self, jobs: list[Job]) -> None:
         lanes = np.isin(np.arange(len(self.scheduler.lanes)), [job.lane for job in jobs])
+        request = self.request
+        self._send(
+            jobs,
+            lambda gen: programs.start_lanes(self._model, gen, request, lanes, verbs=self.verbs),
+            num_draft_tokens=0,
+            steps=1,
+            most_tokens=[1] * len(jobs),
+            pure=False,
+        )
         for job in jobs:
             job.started = True
-        start = partial(programs.start_lanes, self._model, request=self.request, lanes=lanes, verbs=self.verbs)
-        self._send(jobs, start, num_draft_tokens=0, steps=1, most_tokens=[1] * len(jobs), pure=False)
 
     def _end_lanes(self) -> None:
         if self._ending:
@@ -634,19 +641,15 @@ class Engine:
 
     def _turn(self, num_draft_tokens: int, steps: int, wanted: np.ndarray) -> _Program:
         """A few decoding steps, as things stand now."""
-        return partial(
-            decode_turn,
-            self._model,
-            self._head,
-            request=replace(self.request, num_draft_tokens=wanted),
-            page_table=self._current_table(),
-            num_steps=np.int32(steps),
-            num_draft_tokens=num_draft_tokens,
+        request, table = replace(self.request, num_draft_tokens=wanted), self._current_table()
+        options = {
+            "num_draft_tokens": num_draft_tokens,
             # plain decoding has none: one program serves them all
-            law=self.law if num_draft_tokens else LAWS[0],
-            max_steps=self.steps_per_turn,
-            verbs=self.verbs,
-        )
+            "law": self.law if num_draft_tokens else LAWS[0],
+            "max_steps": self.steps_per_turn,
+            "verbs": self.verbs,
+        }
+        return lambda gen: decode_turn(self._model, self._head, gen, request, table, np.int32(steps), **options)
 
     def _send(
         self,
@@ -682,6 +685,12 @@ class Engine:
 
         self._launched = self._thread.submit(call)
         return self._launched
+
+    def _join(self) -> None:
+        """Waits until the thread has made its call."""
+        if self._launched is not None:
+            self._gen, _ = self._launched.result()
+            self._launched = None
 
     def _park(self, job: Job) -> None:
         """Preempts a live job: its lane's state and its pages go to the host, bit for bit."""
